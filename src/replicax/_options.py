@@ -1,0 +1,145 @@
+"""What may the caller ask for? The enums and frozen options of the public API, and how words become them."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+
+class ReduceOp(enum.Enum):
+    """How one value per replica becomes one value.
+
+    Wherever an op is accepted its name is too, in any case: ``strategy.reduce("mean", loss)``.
+
+    >>> ReduceOp.parse("Mean")
+    <ReduceOp.MEAN: 'MEAN'>
+    """
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+    MIN = "MIN"
+    MAX = "MAX"
+
+    @classmethod
+    def parse(cls, op: ReduceOp | str) -> ReduceOp:
+        """The op that `op` names; `ValueError` for any other word."""
+        if isinstance(op, cls):
+            return op
+        if isinstance(op, str) and op.upper() in cls.__members__:
+            return cls[op.upper()]
+        raise ValueError(
+            f"{op!r} is not a valid ReduceOp. Write one of "
+            + ", ".join(f'"{name.lower()}"' for name in cls.__members__)
+            + " or the member of rx.ReduceOp."
+        )
+
+    @classmethod
+    def from_variable_aggregation(cls, aggregation: VariableAggregation) -> ReduceOp:
+        """The op that combines the values assigned to a variable of this aggregation."""
+        if aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
+            return cls[aggregation.name]
+        raise ValueError(
+            f"Could not convert from `rx.VariableAggregation` {aggregation} to a ReduceOp: only SUM and MEAN name "
+            "a reduction."
+        )
+
+
+class VariableSynchronization(enum.Enum):
+    """When the copies of a variable are brought together: at each write, or only when it is read across replicas."""
+
+    AUTO = 0
+    NONE = 1
+    ON_WRITE = 2
+    ON_READ = 3
+
+
+class VariableAggregation(enum.Enum):
+    """How the values that replicas assign to one variable become one value."""
+
+    NONE = 0
+    SUM = 1
+    MEAN = 2
+    ONLY_FIRST_REPLICA = 3
+    ONLY_FIRST_TOWER = 3
+
+
+class CommunicationImplementation(enum.Enum):
+    """Which transport a collective should use. XLA chooses one per platform; RING and NCCL are kept as wishes."""
+
+    AUTO = "AUTO"
+    RING = "RING"
+    NCCL = "NCCL"
+
+
+@dataclasses.dataclass(frozen=True)
+class CommunicationOptions:
+    """How a reduction should travel, per call or for a whole strategy.
+
+    Args:
+      bytes_per_pack: Small arrays travel together in packs of at most this many bytes; 0 chooses a size that is
+        good for the platform.
+      timeout_seconds: How long a collective over several processes may wait before it fails by name.
+      implementation: A wish; see `CommunicationImplementation`.
+
+    >>> CommunicationOptions(implementation="ring").implementation
+    <CommunicationImplementation.RING: 'RING'>
+    """
+
+    bytes_per_pack: int = 0
+    timeout_seconds: float | None = None
+    implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_pack < 0:
+            raise ValueError(
+                f"CommunicationOptions(bytes_per_pack={self.bytes_per_pack}): a pack cannot have a negative size. "
+                "Use 0 to let the library choose."
+            )
+        implementation = self.implementation
+        if isinstance(implementation, str) and implementation.upper() in CommunicationImplementation.__members__:
+            implementation = CommunicationImplementation[implementation.upper()]
+        if not isinstance(implementation, CommunicationImplementation):
+            raise ValueError(
+                f"CommunicationOptions(implementation={self.implementation!r}): expected one of "
+                f"{', '.join(CommunicationImplementation.__members__)} or an rx.CommunicationImplementation."
+            )
+        object.__setattr__(self, "implementation", implementation)
+
+    def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
+        """These options, overridden by every field of `other` that is not at its default."""
+        if other is None:
+            return self
+        defaults = CommunicationOptions()
+        changed = {
+            field.name: getattr(other, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(other, field.name) != getattr(defaults, field.name)
+        }
+        return dataclasses.replace(self, **changed)
+
+
+def CollectiveHints(bytes_per_pack: int = 0, timeout_seconds: float | None = None) -> CommunicationOptions:
+    """The former name of `CommunicationOptions`."""
+    return CommunicationOptions(bytes_per_pack=bytes_per_pack, timeout_seconds=timeout_seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """How one call of `strategy.run` should be carried out.
+
+    Args:
+      eager: True runs the function line by line, one thread per replica, so that `print` and `pdb` work; None asks
+        the strategy.
+      donate: Positions of arguments whose buffers the step may reuse for its results; they must not be read again.
+      concurrent: In an eager run, False lets one replica at a time proceed, in order.
+
+    The three `experimental_` fields are accepted for callers of tf.distribute; XLA on JAX needs none of them.
+    """
+
+    eager: bool | None = None
+    donate: tuple[int, ...] = ()
+    concurrent: bool = True
+    experimental_enable_dynamic_batch_size: bool = True
+    experimental_bucketizing_dynamic_shape: bool = False
+    experimental_xla_options: Any = None

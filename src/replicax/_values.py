@@ -1,0 +1,195 @@
+"""How does one name hold N values?
+
+A value that is equal on every replica is a plain `jax.Array`. A value that may differ is a `PerReplica`. This module makes
+them, takes them apart, and merges what N replicas returned into one structure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import register_dataclass
+
+from replicax import _errors
+from replicax._placement import Placement
+
+PyTree = Any
+
+ROWS = "rows"
+STACKED = "stacked"
+PARTS = "parts"
+TRACED = "traced"
+
+
+class DistributedValues:
+    """Anything that holds one value per replica under one name."""
+
+    __slots__ = ()
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The component of each replica of this process, in replica order."""
+        raise NotImplementedError
+
+
+# C++ flattens and rebuilds this dataclass, so it must be cheap to make and must not check anything when made.
+@functools.partial(register_dataclass, data_fields=["data", "mask"], meta_fields=["form"])
+@dataclasses.dataclass(slots=True, repr=False, eq=False)
+class PerReplica(DistributedValues):
+    """One value per replica, under one name.
+
+    A distributed dataset hands these out and `strategy.run` returns them wherever replicas ended with different
+    values. Pass one back to `run` and each replica gets its own component; combine one with `strategy.reduce` or
+    `strategy.gather`; look inside with `strategy.experimental_local_results` or `.values`. It is a pytree, so it
+    also travels through `jax.jit` and `jax.tree.map`.
+
+    You can make one from components yourself, also from ragged ones and from Python objects:
+
+    >>> import replicax as rx
+    >>> rx.PerReplica((1.0, 2.0))
+    PerReplica:{
+      0: 1.0,
+      1: 2.0
+    }
+    """
+
+    data: Any
+    form: str = PARTS
+    mask: Any = None
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        return components(self)
+
+    def __repr__(self) -> str:
+        if self.form == TRACED:
+            return f"PerReplica(traced {self.data.aval.str_short()})"
+        if isinstance(self.data, jax.core.Tracer):
+            return f"PerReplica({self.form}, {self.data.aval.str_short()})"
+        lines = ",\n".join(f"  {i}: {value!r}" for i, value in enumerate(components(self)))
+        return f"PerReplica:{{\n{lines}\n}}"
+
+    def __jax_array__(self) -> Any:
+        raise _errors.per_replica_as_array(self)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise _errors.per_replica_as_array(self)
+
+    def __bool__(self) -> bool:
+        raise _errors.per_replica_as_array(self)
+
+
+def is_per_replica(x: Any) -> bool:
+    return isinstance(x, DistributedValues)
+
+
+def components(value: PerReplica) -> tuple[Any, ...]:
+    """This process's components of a host value; padding rows are left out."""
+    if value.form == PARTS:
+        return tuple(value.data)
+    blocks = _blocks(value.data)
+    if value.form == STACKED:
+        return tuple(block.reshape(block.shape[1:]) for block in blocks)
+    if value.mask is None:
+        return tuple(blocks)
+    counts = [int(np.asarray(block)[0, 0]) for block in _blocks(value.mask)]
+    return tuple(block[:count] for block, count in zip(blocks, counts, strict=True))
+
+
+def _blocks(array: jax.Array) -> list[jax.Array]:
+    """The addressable blocks along axis 0, one per replica."""
+    by_start: dict[int, jax.Array] = {}
+    for shard in array.addressable_shards:
+        start = shard.index[0].start or 0 if shard.index else 0
+        by_start.setdefault(start, shard.data)
+    return [by_start[start] for start in sorted(by_start)]
+
+
+def lay_out(placement: Placement, parts: Sequence[Any]) -> PerReplica:
+    """One component per local replica → a `PerReplica`, laid over the replicas' devices when the shapes allow it."""
+    if not parts or not all(_is_numeric(part) for part in parts):
+        return PerReplica(tuple(parts), PARTS)
+    avals = [jax.typeof(jnp.asarray(part) if not isinstance(part, jax.Array) else part) for part in parts]
+    if any(a.shape != avals[0].shape or a.dtype != avals[0].dtype for a in avals):
+        return PerReplica(tuple(parts), PARTS)
+    local = len(placement.local_replicas)
+    if len(parts) != local:
+        return PerReplica(tuple(parts), PARTS)
+    stacked = avals[0].ndim == 0
+    shape = avals[0].shape
+    total = (placement.replicas,) if stacked else (placement.replicas * shape[0], *shape[1:])
+    if placement.auto_axes:  # a replica's block lies on several devices: let JAX spread it
+        whole = np.concatenate([np.asarray(part)[None] if stacked else np.asarray(part) for part in parts])
+        return PerReplica(jax.device_put(whole, placement.split), uniform(shape))
+    pieces = [
+        jax.device_put(jnp.asarray(part)[None] if stacked else jnp.asarray(part), device)
+        for part, device in zip(parts, placement.local_devices, strict=True)
+    ]
+    whole = jax.make_array_from_single_device_arrays(total, placement.split, pieces)
+    return PerReplica(whole, uniform(shape))
+
+
+def _is_numeric(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray, np.generic, int, float, complex)) and not isinstance(x, jax.core.Tracer)
+
+
+def select_replica(index: int, tree: PyTree) -> PyTree:
+    """The structure as replica `index` sees it: its own component of every `PerReplica`, all else as it is."""
+    return jax.tree.map(
+        lambda leaf: leaf.values[index] if isinstance(leaf, PerReplica) else leaf, tree, is_leaf=is_leaf
+    )
+
+
+def is_leaf(x: Any) -> bool:
+    """Where trees of user values end for us: at a value per replica and at None."""
+    return x is None or isinstance(x, DistributedValues)
+
+
+def regroup(trees: Sequence[PyTree], wrap: Callable[[tuple[Any, ...]], Any], always_wrap: bool = False) -> PyTree:
+    """What N replicas returned, merged into one structure.
+
+    Lists, tuples, named tuples and mappings must agree in shape and are merged entry by entry; other registered
+    pytrees likewise. A leaf that is the same object on every replica stays itself unless `always_wrap`;
+    any other leaf becomes ``wrap((leaf of replica 0, leaf of replica 1, ...))``.
+    """
+    first = trees[0]
+    if isinstance(first, (list, tuple)):
+        for tree in trees:
+            if not isinstance(tree, type(first)) or len(tree) != len(first):
+                raise _errors.different_structures(trees)
+        merged = [regroup(entries, wrap, always_wrap) for entries in zip(*trees, strict=True)]
+        return type(first)(*merged) if hasattr(first, "_fields") else type(first)(merged)
+    if isinstance(first, Mapping):
+        for tree in trees:
+            if not isinstance(tree, Mapping) or set(tree) != set(first):
+                raise _errors.different_structures(trees)
+        merged = {key: regroup([tree[key] for tree in trees], wrap, always_wrap) for key in first}
+        return merged if type(first) is dict else type(first)(merged)
+    if not isinstance(first, DistributedValues) and not jax.tree_util.all_leaves([first], is_leaf=is_leaf):
+        flat = [jax.tree.flatten(tree, is_leaf=is_leaf) for tree in trees]
+        if any(structure != flat[0][1] for _, structure in flat):
+            raise _errors.different_structures(trees)
+        columns = zip(*(leaves for leaves, _ in flat), strict=True)
+        return jax.tree.unflatten(flat[0][1], [regroup(column, wrap, always_wrap) for column in columns])
+    if not always_wrap and all(tree is first for tree in trees):
+        return first
+    return wrap(tuple(trees))
+
+
+def uniform(shape: tuple[int, ...]) -> str:
+    """The form in which a laid-out value of this local shape is held."""
+    return ROWS if shape else STACKED
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueContext:
+    """What a function that makes one replica's value may know; see `experimental_distribute_values_from_function`."""
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
