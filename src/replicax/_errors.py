@@ -18,6 +18,11 @@ error, so that the code that checks reads `raise uneven_batch(...)` and stays sh
 # ├── VariableError         ValueError            a variable made or assigned in a way that its kind does not allow
 # ├── OutOfRangeError       IndexError            the data has come to its end
 # ├── CheckpointError       RuntimeError          a checkpoint that is damaged, incomplete or of another program
+# ├── ClusterError          ValueError            a description of a job that cannot be right
+# │   ├── ClusterTypeError  TypeError             one that is not made of names, numbers and addresses
+# │   └── TaskClashError    KeyError              one task number that two descriptions give away
+# ├── SchedulerError        RuntimeError          a scheduler whose word is missing or contradicts itself
+# ├── TopologyError         ValueError            chips and cores that do not lie the way they are said to lie
 # ├── HostError             RuntimeError          a process that is set up so that it would hang or crawl
 # └── NotAvailableError     NotImplementedError   a name that exists and cannot do its work here
 
@@ -110,3 +115,25 @@ def _ways_out(instead: list[str]) -> str:
         return ""
     lead = "Do this:" if len(instead) == 1 else "Do one of these:"
     return lead + "\n" + ";\n".join(f"  * {line}" for line in instead) + "."
+
+
+class ClusterError(ReplicaxError, ValueError):
+    """Who is in the job was said in a way that cannot be right: an unknown job, a task that is not there."""
+
+
+class ClusterTypeError(ClusterError, TypeError):
+    """A cluster must be made of job names, task numbers and addresses, and this is not."""
+
+
+class TaskClashError(ClusterError, KeyError):
+    """Two descriptions of one cluster give the same task number to different addresses."""
+
+    __str__ = Exception.__str__  # KeyError would print the message in quotes, on one line
+
+
+class SchedulerError(ReplicaxError, RuntimeError):
+    """What the scheduler of this job says is missing, contradicts itself or contradicts the arguments."""
+
+
+class TopologyError(ReplicaxError, ValueError):
+    """Cores that do not lie in the mesh, or an assignment of replicas to cores that does not fit it."""
