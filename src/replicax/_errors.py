@@ -15,6 +15,7 @@ error, so that the code that checks reads `raise uneven_batch(...)` and stays sh
 # │                         ValueError
 # ├── InputError            ValueError            a batch or dataset that cannot be split over the replicas
 # ├── DeviceError           ValueError            a word that names no device here
+# │   └── DeviceSpecError   AssertionError        a word or a list of words that breaks a rule of its own
 # ├── VariableError         ValueError            a variable made or assigned in a way that its kind does not allow
 # ├── OutOfRangeError       IndexError            the data has come to its end
 # ├── CheckpointError       RuntimeError          a checkpoint that is damaged, incomplete or of another program
@@ -55,6 +56,10 @@ class InputError(ReplicaxError, ValueError):
 
 class DeviceError(ReplicaxError, ValueError):
     """A device was named that this process does not have."""
+
+
+class DeviceSpecError(DeviceError, AssertionError):
+    """A device string in a spelling that is not allowed, or a list that names a device twice."""
 
 
 class VariableError(ReplicaxError, ValueError):
@@ -137,3 +142,15 @@ class SchedulerError(ReplicaxError, RuntimeError):
 
 class TopologyError(ReplicaxError, ValueError):
     """Cores that do not lie in the mesh, or an assignment of replicas to cores that does not fit it."""
+
+
+class CheckpointMismatchError(CheckpointError, ValueError):
+    """A saved value has another shape or dtype than the object it should go into."""
+
+
+class NotConsumedError(CheckpointError, AssertionError):
+    """A restore left saved values unused or objects without a value, and the caller had asked for neither."""
+
+
+class NotADatasetError(InputError, TypeError):
+    """What was given as a dataset cannot be gone through batch by batch."""
