@@ -1,0 +1,636 @@
+"""How does a flat mapping of name -> array become files that can be trusted?
+
+A checkpoint is one folder: `arrays-<id>/`, written by Orbax, and `manifest.json`, written by us, last, and moved into
+place in one step. The manifest names every leaf and every file with its digest and carries a digest of itself. Whoever
+sees a manifest sees a finished checkpoint; a save that was killed leaves at most a folder that nothing points to.
+"""
+
+# Why our own digests? Orbax restores what it finds: of six flipped bits five came back as silently wrong numbers, and a
+# removed commit marker is not missed. CRC-32 runs at 4.2 GB/s here, SHA-256 at 1.8 (with the CPU's SHA instructions),
+# BLAKE2b at 0.9. The enemy is a bad disk, not an attacker, and CRC-32 finds every burst of up to 32 bits. Leaves have
+# a digest of their values (memory to memory), files one of their bytes (which file is bad, before anything parses it).
+#
+# Why the handler and not `ocp.Checkpointer`? The Checkpointer adds a temporary folder and a rename, which the manifest
+# makes superfluous, and with several processes its barriers are device collectives, which we never use as barriers.
+#
+# Why packs? One array is one folder, two files and about a millisecond of Python that the training thread cannot use.
+# 450 leaves of 64 KB take 790 ms as 450 arrays and 83 ms in packs; from 1 MB on packing gains nothing.
+#
+# Why neither OCDBT nor compression? 25 arrays of 4 MB: OCDBT 240 ms, plain with zstd 185 ms, plain 115 ms; float
+# weights shrink by 4 %. Plain files also tell which leaf a damaged file belongs to.
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import threading
+import urllib.parse
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_all
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.typing import ArrayLike
+
+from replicax._errors import CheckpointError, CheckpointMismatchError, message
+
+MANIFEST = "manifest.json"
+FORMAT = "replicax checkpoint 1"
+PACKED_BELOW = 1 << 20
+PACK_BYTES = 16 << 20
+SAVE_DEADLINE = 1800.0
+
+StrPath = str | os.PathLike[str]
+
+_log = logging.getLogger("replicax")
+
+
+class Target(Protocol):
+    """What a leaf should become: an array, a `jax.ShapeDtypeStruct`, anything with a shape and a dtype.
+
+    If it has a `sharding` that is not None, the loaded leaf is laid out so; otherwise it stays a NumPy array.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One saved array. `place` is None for an array without elements; `key` is the kind of a PRNG key."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    digest: str | None
+    place: str | None
+    offset: int | None = None
+    key: str | None = None
+
+    def __str__(self) -> str:
+        return _describe(self.shape, np.dtype(self.dtype)) if self.key is None else _describe(*_as_key(self))
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredFile:
+    """One file of a checkpoint, as it was right after the save."""
+
+    bytes: int
+    digest: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a finished checkpoint holds: every leaf, every file, and what the caller wanted to remember beside them."""
+
+    folder: str
+    leaves: dict[str, Leaf]
+    files: dict[str, StoredFile]
+    metadata: dict[str, Any]
+
+    def files_of(self, names: Iterable[str]) -> list[str]:
+        """The files that must be whole for these leaves to be readable."""
+        needed = {self.leaves[name].place for name in names}
+        others = {leaf.place for leaf in self.leaves.values()} - needed
+        return [file for file in self.files if _array_of(file) not in others]
+
+    def leaves_in(self, file: str) -> list[str]:
+        """The leaves whose bytes are in this file; none for Orbax's own metadata."""
+        return [name for name, leaf in self.leaves.items() if leaf.place is not None and leaf.place == _array_of(file)]
+
+
+def _array_of(file: str) -> str:
+    """`arrays-1f/0003-w/0` is a piece of the array `0003-w`; `arrays-1f/_METADATA` belongs to no single one."""
+    return file.split("/")[1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Saving
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def save(path: StrPath, arrays: Mapping[str, ArrayLike], metadata: Mapping[str, Any] | None = None) -> None:
+    """Writes the arrays and returns when they are safely on disk; an older checkpoint there is replaced in one step."""
+    _begin(path, arrays, metadata).run()
+
+
+def save_async(
+    path: StrPath, arrays: Mapping[str, ArrayLike], metadata: Mapping[str, Any] | None = None
+) -> "PendingSave":
+    """Like `save`, in a thread. When it returns the save has copies, and the arrays may be donated or overwritten."""
+    pending = _begin(path, arrays, metadata)
+    pending.start()
+    return pending
+
+
+class PendingSave:
+    """A save under way.
+
+    Training goes on while it runs. `wait` returns when the checkpoint is on disk, and raises what went wrong
+    if it is not. A program that ends waits for its saves by itself.
+    """
+
+    def __init__(self, path: Path, arrays: dict[str, "_Snapshot"], metadata: str) -> None:
+        self.path = path
+        self.state = "not started"
+        self._arrays, self._metadata = arrays, metadata
+        self._thread: ThreadPoolExecutor | None = None
+        self._result: Future[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<PendingSave {str(self.path)!r}: {self.state}>"
+
+    def start(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"replicax-save-{self.path.name}")
+        self._result = self._thread.submit(self.run)
+        self._thread.shutdown(wait=False)  # the thread ends with its one task
+
+    def run(self) -> None:
+        arrays, self._arrays = self._arrays, {}
+        try:
+            _write(self.path, arrays, self._metadata, self._say)
+        except (OSError, ValueError, RuntimeError) as error:  # what the file system, Orbax and TensorStore raise
+            at, self.state = self.state, "failed"
+            _log.error("The save to %s failed while %s: %s", self.path, at, error)
+            raise _not_written(self.path, at, error) from error
+        finally:
+            _under_way.pop(self.path, None)
+        self.state = "finished"
+
+    def done(self) -> bool:
+        """Whether `wait` would return or raise at once."""
+        return self._result is None or self._result.done()
+
+    def wait(self, timeout: float | None = SAVE_DEADLINE) -> None:
+        """Returns when the checkpoint is on disk.
+
+        Raises:
+          CheckpointError: If it could not be written; the older checkpoint at that path is then still whole.
+          TimeoutError: If it takes longer than `timeout` seconds. The save goes on.
+        """
+        if self._result is None or self._thread is None:
+            return
+        try:
+            self._result.result(timeout)
+        except TimeoutError:
+            raise _too_slow(self, timeout) from None
+        self._thread.shutdown(wait=True)
+
+    def _say(self, state: str) -> None:
+        self.state = state
+
+
+_under_way: dict[Path, PendingSave] = {}
+
+
+def _finish_saves_at_exit() -> None:
+    wait_for_all([pending._result for pending in list(_under_way.values()) if pending._result], SAVE_DEADLINE)
+
+
+# Orbax hands pieces of a save to `concurrent.futures`, which takes no more work once the main thread has ended, and
+# `atexit` runs too late for that: a save under way at the end of a program was lost. The hook below runs first.
+threading._register_atexit(_finish_saves_at_exit)  # type: ignore[attr-defined]
+
+
+def _begin(path: StrPath, arrays: Mapping[str, ArrayLike], metadata: Mapping[str, Any] | None) -> PendingSave:
+    final = Path(path).absolute()
+    if final in _under_way:
+        raise _already_saving(_under_way[final])
+    pending = PendingSave(final, snapshot(arrays), _as_json(final, dict(metadata or {})))
+    _under_way[final] = pending
+    return pending
+
+
+@dataclasses.dataclass(frozen=True)
+class _Snapshot:
+    """A copy that is ours alone, perhaps still on its way to the host. `key` is the kind of a PRNG key."""
+
+    value: np.ndarray | jax.Array
+    key: str | None
+
+
+def snapshot(arrays: Mapping[str, ArrayLike]) -> dict[str, _Snapshot]:
+    """Copies arrays so that the caller may go on: the engine gives its buffers away with the next step.
+
+    Copies of device arrays are only started. With a step of 1.5 s in flight the caller is held for 1 ms (25 arrays of
+    4 MB); waiting for them on the host would hold him until the step is done. They go to pinned host memory, so no
+    device needs room for them. A replicated array is copied once, from its first device.
+    """
+    plain = {name: _without_key(array) for name, array in arrays.items()}
+    on_device = {name: _one_copy(value) for name, (value, _) in plain.items() if isinstance(value, jax.Array)}
+    started = jax.device_put(on_device, {n: _on_host(x.sharding) for n, x in on_device.items()}, may_alias=False)
+    return {
+        name: _Snapshot(started[name] if name in started else _host_copy(name, value), key)
+        for name, (value, key) in plain.items()
+    }
+
+
+def _without_key(array: ArrayLike) -> tuple[ArrayLike, str | None]:
+    if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(array), str(jax.random.key_impl(array))
+    return array, None
+
+
+def _one_copy(array: jax.Array) -> jax.Array:
+    return array.addressable_data(0) if array.is_fully_replicated else array
+
+
+def _on_host(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    device = next(iter(sharding.addressable_devices))
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    return sharding.with_memory_kind("pinned_host") if "pinned_host" in kinds else sharding
+
+
+def _host_copy(name: str, value: ArrayLike) -> np.ndarray:
+    copy = np.array(value)
+    if copy.dtype.hasobject or copy.dtype.kind in "SUmM":
+        raise _not_an_array(name, value)
+    return copy.astype(copy.dtype.newbyteorder("="), copy=False)
+
+
+def _write(path: Path, arrays: dict[str, _Snapshot], metadata: str, say: Callable[[str], None]) -> None:
+    folder = f"arrays-{secrets.token_hex(4)}"
+    say(f"copying {len(arrays)} leaves to the host")
+    hosts = {name: _to_host(item.value) for name, item in arrays.items()}
+    keys = {name: item.key for name, item in arrays.items()}
+    arrays.clear()
+    leaves, blobs = _lay_out(hosts, keys)
+    say(f"writing {sum(blob.nbytes for blob in blobs.values()) / 1e6:.1f} MB")
+    (path / folder).mkdir(parents=True)
+    if blobs:
+        _orbax().save(epath.Path(path / folder), args=ocp.args.PyTreeSave(blobs))
+    say("reading back what was written")
+    files = _digest_files(path, folder)
+    say("putting the manifest in place")
+    _commit(path, _encode(folder, leaves, files, metadata))
+    _remove_other_folders(path, keep=folder)
+
+
+def _to_host(value: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+    """The whole value, unless parts of it live in other processes: then Orbax gets it as it is."""
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return value
+    return np.asarray(value)
+
+
+def _lay_out(
+    hosts: dict[str, np.ndarray | jax.Array], keys: dict[str, str | None]
+) -> tuple[dict[str, Leaf], dict[str, np.ndarray | jax.Array]]:
+    """Decides where each leaf goes: alone under its own name, or with other small ones into a pack of bytes."""
+    leaves: dict[str, Leaf] = {}
+    alone: dict[str, np.ndarray | jax.Array] = {}
+    packs: list[list[np.ndarray]] = [[]]
+    offset = 0
+    for name, value in hosts.items():
+        shape, dtype, key = value.shape, value.dtype.name, keys[name]
+        digest = _digest(value) if isinstance(value, np.ndarray) else None
+        if value.size == 0:
+            leaves[name] = Leaf(shape, dtype, digest, place=None, key=key)
+        elif isinstance(value, jax.Array) or value.nbytes >= PACKED_BELOW:
+            place = f"{len(alone):04d}-{urllib.parse.quote(name, safe='')[:80]}"
+            alone[place] = value if isinstance(value, jax.Array) else _as_storable(value)
+            leaves[name] = Leaf(shape, dtype, digest, place, key=key)
+        else:
+            if offset + value.nbytes > PACK_BYTES:
+                packs.append([])
+                offset = 0
+            packs[-1].append(_bytes(value))
+            leaves[name] = Leaf(shape, dtype, digest, f"pack-{len(packs) - 1:04d}", offset, key)
+            offset += value.nbytes
+    packed = {f"pack-{i:04d}": np.concatenate(parts) for i, parts in enumerate(packs) if parts}
+    return leaves, alone | packed
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _as_storable(array: np.ndarray) -> np.ndarray:
+    """TensorStore knows most but not all of the small float and integer types; as plain integers it knows all."""
+    return array if array.dtype.isbuiltin == 1 else array.view(f"u{array.dtype.itemsize}")
+
+
+def _orbax() -> ocp.PyTreeCheckpointHandler:
+    return ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
+
+
+def _digest(array: np.ndarray) -> str:
+    return f"{zlib.crc32(_bytes(array).data):08x}"
+
+
+def _digest_file(path: Path, *, durable: bool = False) -> StoredFile:
+    crc = size = 0
+    with path.open("rb") as file:
+        while chunk := file.read(4 << 20):
+            crc, size = zlib.crc32(chunk, crc), size + len(chunk)
+        if durable:
+            os.fsync(file.fileno())
+    return StoredFile(size, f"{crc:08x}")
+
+
+def _digest_files(path: Path, folder: str) -> dict[str, StoredFile]:
+    """Digests what is on disk now, and makes sure that it is on disk and not only in the system's memory."""
+    files = sorted(file for file in (path / folder).rglob("*") if file.is_file())
+    digests = {file.relative_to(path).as_posix(): _digest_file(file, durable=True) for file in files}
+    for parent in {file.parent for file in files} | {path / folder}:
+        _sync_folder(parent)
+    return digests
+
+
+def _sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _encode(folder: str, leaves: dict[str, Leaf], files: dict[str, StoredFile], metadata: str) -> bytes:
+    """Two lines: the manifest, and the SHA-256 of the first line."""
+    body = {
+        "format": FORMAT,
+        "folder": folder,
+        "leaves": {name: dataclasses.asdict(leaf) for name, leaf in leaves.items()},
+        "files": {name: dataclasses.asdict(file) for name, file in files.items()},
+        "metadata": json.loads(metadata),
+    }
+    line = json.dumps(body).encode()
+    return line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n"
+
+
+def _commit(path: Path, manifest: bytes) -> None:
+    partial = path / f"{MANIFEST}.partial"
+    with partial.open("wb") as file:
+        file.write(manifest)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path / MANIFEST)
+    _sync_folder(path)
+    _sync_folder(path.parent)
+
+
+def _remove_other_folders(path: Path, keep: str) -> None:
+    """What earlier saves to this path left: the replaced checkpoint, or pieces of one that was killed."""
+    for other in path.glob("arrays-*"):
+        if other.name != keep:
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def _as_json(path: Path, metadata: dict[str, Any]) -> str:
+    try:
+        return json.dumps(metadata)
+    except TypeError as error:
+        raise _not_json(path, metadata, error) from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def is_finished(path: StrPath) -> bool:
+    """Whether a save to this path has ever finished. What happened to the files since is the question of `verify`."""
+    return (Path(path) / MANIFEST).is_file()
+
+
+def read_manifest(path: StrPath) -> Manifest:
+    """What the checkpoint at `path` holds, without reading the arrays.
+
+    Raises:
+      CheckpointError: If there is none, its save never finished, or the manifest was changed since.
+    """
+    final = Path(path).absolute()
+    try:
+        line, digest, rest = (final / MANIFEST).read_bytes().split(b"\n")
+    except OSError as error:
+        raise _no_manifest(final) from error
+    except ValueError:
+        raise _bad_manifest(final) from None
+    if digest != hashlib.sha256(line).hexdigest().encode() or rest:
+        raise _bad_manifest(final)
+    body = json.loads(line)
+    if body["format"] != FORMAT:
+        raise _other_format(final, body["format"])
+    leaves = {name: Leaf(**{**leaf, "shape": tuple(leaf["shape"])}) for name, leaf in body["leaves"].items()}
+    files = {name: StoredFile(**file) for name, file in body["files"].items()}
+    return Manifest(body["folder"], leaves, files, body["metadata"])
+
+
+def verify(path: StrPath) -> Manifest:
+    """Digests every file of a checkpoint and returns its manifest.
+
+    Raises:
+      CheckpointError: Naming each file that was changed, cut short or removed, and the leaves in it.
+    """
+    final, manifest = Path(path).absolute(), read_manifest(path)
+    _require_whole(final, manifest, manifest.files)
+    return manifest
+
+
+def load(
+    path: StrPath, names: Iterable[str] | None = None, targets: Mapping[str, Target] | None = None
+) -> dict[str, np.ndarray | jax.Array]:
+    """Reads leaves back, and hands out none whose bytes are not the ones that were saved.
+
+    Args:
+      path: Where they were saved.
+      names: Which leaves; default those of `targets`, or all.
+      targets: What leaves should become. Shape and dtype must be those that were saved; the placement need not be.
+
+    Raises:
+      CheckpointError: If a file that is needed was changed, cut short or removed, or a name was not saved.
+      CheckpointMismatchError: If a leaf has another shape or dtype than its target, listing all that do.
+    """
+    final, manifest = Path(path).absolute(), read_manifest(path)
+    targets = targets or {}
+    wanted = list(names) if names is not None else list(targets or manifest.leaves)
+    _require_saved(final, manifest, wanted)
+    _require_match(final, manifest, {name: targets[name] for name in wanted if name in targets})
+    _require_whole(final, manifest, manifest.files_of(wanted))
+    blobs = _read_blobs(final / manifest.folder, {manifest.leaves[name].place for name in wanted})
+    hosts = {name: _unpack(manifest.leaves[name], blobs) for name in wanted}
+    _require_same_values(final, manifest, hosts)
+    return {name: _place(host, manifest.leaves[name], targets.get(name)) for name, host in hosts.items()}
+
+
+def _read_blobs(folder: Path, places: set[str | None]) -> dict[str, np.ndarray]:
+    wanted = sorted(place for place in places if place is not None)
+    if not wanted:
+        return {}
+    as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
+    args = ocp.args.PyTreeRestore(
+        item={place: 0 for place in wanted}, restore_args={place: as_numpy for place in wanted}, partial_restore=True
+    )
+    return _orbax().restore(epath.Path(folder), args=args)
+
+
+def _unpack(leaf: Leaf, blobs: Mapping[str, np.ndarray]) -> np.ndarray:
+    dtype = np.dtype(leaf.dtype)
+    if leaf.place is None:
+        return np.empty(leaf.shape, dtype)
+    blob = blobs[leaf.place]
+    if leaf.offset is None:
+        return blob.view(dtype)
+    count = int(np.prod(leaf.shape, dtype=np.int64))
+    # A copy, so that one small leaf does not keep 16 MB of neighbours alive, and so that it is aligned.
+    return np.frombuffer(blob.data, dtype, count, leaf.offset).reshape(leaf.shape).copy()
+
+
+def _place(host: np.ndarray, leaf: Leaf, target: Target | None) -> np.ndarray | jax.Array:
+    sharding = getattr(target, "sharding", None)
+    if leaf.key is not None:
+        key = jax.random.wrap_key_data(jnp.asarray(host), impl=leaf.key)
+        return key if sharding is None else jax.device_put(key, sharding)
+    if sharding is None:
+        return host
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def _require_saved(path: Path, manifest: Manifest, names: Sequence[str]) -> None:
+    unknown = [name for name in names if name not in manifest.leaves]
+    if unknown:
+        raise _not_saved(path, manifest, unknown)
+
+
+def _require_match(path: Path, manifest: Manifest, targets: Mapping[str, Target]) -> None:
+    bad = []
+    for name, target in targets.items():
+        saved, wanted = str(manifest.leaves[name]), _describe(target.shape, target.dtype)
+        if saved != wanted:
+            bad.append(f"{name}  saved {saved}, wanted {wanted}")
+    if bad:
+        raise _mismatch(path, bad)
+
+
+def _require_whole(path: Path, manifest: Manifest, files: Iterable[str]) -> None:
+    bad = []
+    for file in files:
+        expected, problem = manifest.files[file], None
+        try:
+            found = _digest_file(path / file)
+        except OSError as error:
+            problem = error.strerror or str(error)
+        else:
+            if found.bytes != expected.bytes:
+                problem = f"{found.bytes} bytes, were {expected.bytes}"
+            elif found.digest != expected.digest:
+                problem = f"digest {found.digest}, was {expected.digest}"
+        if problem:
+            bad.append(f"{file}  {problem}  (holds {_some(manifest.leaves_in(file)) or 'the list of arrays'})")
+    if bad:
+        raise _damaged(path, bad)
+
+
+def _require_same_values(path: Path, manifest: Manifest, hosts: Mapping[str, np.ndarray]) -> None:
+    digests = {name: _digest(host) for name, host in hosts.items() if manifest.leaves[name].digest is not None}
+    bad = [
+        f"{name}  digest of its values {digest}, was {manifest.leaves[name].digest}"
+        for name, digest in digests.items()
+        if digest != manifest.leaves[name].digest
+    ]
+    if bad:
+        raise _damaged(path, bad)
+
+
+def _as_key(leaf: Leaf) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of the PRNG key whose bits are in this leaf."""
+    key = jax.eval_shape(lambda: jax.random.wrap_key_data(jnp.zeros(leaf.shape, jnp.uint32), impl=leaf.key))
+    return key.shape, key.dtype
+
+
+def _describe(shape: Sequence[int], dtype: Any) -> str:
+    """`float32[784,10]`, or `key<fry>[]` for a PRNG key."""
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return f"{dtype if is_key else np.dtype(dtype).name}[{','.join(map(str, shape))}]"
+
+
+def _some(names: Sequence[str], most: int = 4) -> str:
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What can go wrong
+# ---------------------------------------------------------------------------------------------------------------------
+
+_USE_AN_OLDER_ONE = "use the newest whole one: `rx.CheckpointManager(checkpoint, directory).restore_latest()`"
+
+
+def _damaged(path: Path, bad: Sequence[str]) -> CheckpointError:
+    why = "These bytes are not the ones that were saved, so nothing was restored."
+    return CheckpointError(message(f"The checkpoint {path} is damaged", bad, why, [_USE_AN_OLDER_ONE]))
+
+
+def _no_manifest(path: Path) -> CheckpointError:
+    there = path.is_dir()
+    call = f"There is no checkpoint at {path}" if not there else f"The checkpoint {path} is incomplete"
+    bad = [f"{path / MANIFEST}  is missing"] if there else []
+    why = "The manifest is written last: either the save never finished, or the file was removed." if there else ""
+    return CheckpointError(message(call, bad, why, [_USE_AN_OLDER_ONE]))
+
+
+def _bad_manifest(path: Path) -> CheckpointError:
+    why = "Its content does not have the digest on its last line, so it was changed or cut short after the save."
+    return CheckpointError(
+        message(f"The checkpoint {path} is damaged", [f"{path / MANIFEST}"], why, [_USE_AN_OLDER_ONE])
+    )
+
+
+def _other_format(path: Path, found: object) -> CheckpointError:
+    why = f"This replicax reads {FORMAT!r}."
+    call = f"The checkpoint {path} has a format that this replicax does not read"
+    return CheckpointError(message(call, [str(found)], why, ["update replicax"]))
+
+
+def _not_saved(path: Path, manifest: Manifest, unknown: Sequence[str]) -> CheckpointError:
+    def line(name: str) -> str:
+        near = difflib.get_close_matches(name, manifest.leaves, n=1)
+        return f"{name}" + (f"  (did you mean {near[0]}?)" if near else "")
+
+    why = f"It holds {_some(list(manifest.leaves)) or 'nothing'}."
+    return CheckpointError(message(f"The checkpoint {path} does not hold what was asked for", map(line, unknown), why))
+
+
+def _mismatch(path: Path, bad: Sequence[str]) -> CheckpointMismatchError:
+    why = "A restored value must have the shape and dtype that it was saved with; placement and sharding may differ."
+    ways = ["build the objects as they were when they were saved", "leave these out of the restore"]
+    return CheckpointMismatchError(message(f"The checkpoint {path} does not fit", bad, why, ways))
+
+
+def _not_written(path: Path, state: str, error: Exception) -> CheckpointError:
+    why = "What was at this path before is still there and whole."
+    return CheckpointError(message(f"The checkpoint {path} was not written", [f"while {state}: {error}"], why))
+
+
+def _already_saving(pending: PendingSave) -> CheckpointError:
+    call = f"A save to {pending.path} was asked for while an earlier one is still {pending.state}"
+    return CheckpointError(message(call, instead=["wait for the first one: `pending.wait()`", "save to another path"]))
+
+
+def _too_slow(pending: PendingSave, timeout: float | None) -> TimeoutError:
+    return TimeoutError(f"The save to {pending.path} is not done after {timeout:g} s; it is {pending.state}.")
+
+
+def _not_an_array(name: str, value: object) -> CheckpointError:
+    bad = [f"{name}  {type(value).__name__} of dtype {np.asarray(value).dtype}"]
+    why = "Arrays of numbers are saved; text and other Python values are not arrays."
+    return CheckpointError(message("A checkpoint was given something that is not an array of numbers", bad, why))
+
+
+def _not_json(path: Path, metadata: dict[str, Any], error: TypeError) -> CheckpointError:
+    why = f"What stands beside the arrays is written as JSON: {error}."
+    ways = ["pass arrays among the arrays", "turn it into numbers, strings, lists and dicts"]
+    return CheckpointError(message(f"The metadata for {path} cannot be written", [f"{metadata!r}"[:200]], why, ways))
