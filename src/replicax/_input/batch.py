@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from replicax._errors import InputError, message
@@ -70,7 +71,7 @@ def require_rows(batch: Batch, call: str) -> int:
 
 def fits_device(dtype: Any) -> bool:
     """Whether JAX can hold an array of this type; text, dates and Python objects it cannot."""
-    return dtype == np.bool_ or any(jax.dtypes.issubdtype(dtype, kind) for kind in (np.number, jax.dtypes.extended))
+    return dtype == np.bool_ or any(jnp.issubdtype(dtype, kind) for kind in (np.number, jax.dtypes.extended))
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -89,7 +90,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 def _gather(leaf: Any, index: np.ndarray | range) -> Any:
     if isinstance(leaf, jax.Array):
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             return leaf[np.asarray(index)]  # random keys: NumPy has no type for them
         leaf = np.asarray(leaf)
     if not fits_device(leaf.dtype):
