@@ -1,6 +1,7 @@
 """Anything that gives global batches, seen as one kind of thing."""
 
 import functools
+import importlib.util
 import itertools
 import json
 
@@ -12,6 +13,14 @@ import pytest
 from replicax import data
 from replicax._errors import InputError, NotADatasetError, OutOfRangeError
 from replicax._input.sources import Pass, as_source
+
+
+@pytest.fixture(scope="module", autouse=True)
+def import_tensorflow_first():
+    """It sets environment variables when it is imported, and no single test is to blame for that."""
+    if importlib.util.find_spec("tensorflow"):
+        importlib.import_module("tensorflow")
+
 
 BATCHES = [np.arange(start, min(start + 4, 10)) for start in range(0, 10, 4)]
 
