@@ -75,7 +75,7 @@ class Leaf:
 
     shape: tuple[int, ...]
     dtype: str
-    digest: str | None
+    digest: str
     place: str | None
     offset: int | None = None
     key: str | None = None
@@ -122,16 +122,29 @@ def _array_of(file: str) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def save(path: StrPath, arrays: Mapping[str, ArrayLike], metadata: Mapping[str, Any] | None = None) -> None:
-    """Writes the arrays and returns when they are safely on disk; an older checkpoint there is replaced in one step."""
-    _begin(path, arrays, metadata).run()
+def save(
+    path: StrPath,
+    arrays: Mapping[str, ArrayLike],
+    metadata: Mapping[str, Any] | None = None,
+    then: Callable[[], None] | None = None,
+) -> None:
+    """Writes the arrays and returns when they are safely on disk; an older checkpoint there is replaced in one step.
+
+    Args:
+      metadata: Anything JSON can hold; `read_manifest` gives it back.
+      then: Called once the checkpoint is on disk, in the thread that wrote it.
+    """
+    _begin(path, arrays, metadata, then).run()
 
 
 def save_async(
-    path: StrPath, arrays: Mapping[str, ArrayLike], metadata: Mapping[str, Any] | None = None
+    path: StrPath,
+    arrays: Mapping[str, ArrayLike],
+    metadata: Mapping[str, Any] | None = None,
+    then: Callable[[], None] | None = None,
 ) -> "PendingSave":
     """Like `save`, in a thread. When it returns the save has copies, and the arrays may be donated or overwritten."""
-    pending = _begin(path, arrays, metadata)
+    pending = _begin(path, arrays, metadata, then)
     pending.start()
     return pending
 
@@ -143,36 +156,38 @@ class PendingSave:
     if it is not. A program that ends waits for its saves by itself.
     """
 
-    def __init__(self, path: Path, arrays: dict[str, "_Snapshot"], metadata: str) -> None:
+    def __init__(
+        self, path: Path, arrays: dict[str, "_Snapshot"], metadata: str, then: Callable[[], None] | None
+    ) -> None:
         self.path = path
-        self.state = "not started"
-        self._arrays, self._metadata = arrays, metadata
-        self._thread: ThreadPoolExecutor | None = None
-        self._result: Future[None] | None = None
+        self.state = "waiting to start"
+        self._arrays, self._metadata, self._then = arrays, metadata, then
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"replicax-save-{path.name}")
+        self._result: Future[None] = Future()
 
     def __repr__(self) -> str:
         return f"<PendingSave {str(self.path)!r}: {self.state}>"
 
     def start(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"replicax-save-{self.path.name}")
-        self._result = self._thread.submit(self.run)
+        self._result = self._thread.submit(self._run_unwatched)
         self._thread.shutdown(wait=False)  # the thread ends with its one task
 
     def run(self) -> None:
         arrays, self._arrays = self._arrays, {}
         try:
             _write(self.path, arrays, self._metadata, self._say)
+            self.state = "finished"
+            if self._then is not None:
+                self._then()
         except (OSError, ValueError, RuntimeError) as error:  # what the file system, Orbax and TensorStore raise
             at, self.state = self.state, "failed"
-            _log.error("The save to %s failed while %s: %s", self.path, at, error)
             raise _not_written(self.path, at, error) from error
         finally:
             _under_way.pop(self.path, None)
-        self.state = "finished"
 
     def done(self) -> bool:
         """Whether `wait` would return or raise at once."""
-        return self._result is None or self._result.done()
+        return self._result.done()
 
     def wait(self, timeout: float | None = SAVE_DEADLINE) -> None:
         """Returns when the checkpoint is on disk.
@@ -181,13 +196,20 @@ class PendingSave:
           CheckpointError: If it could not be written; the older checkpoint at that path is then still whole.
           TimeoutError: If it takes longer than `timeout` seconds. The save goes on.
         """
-        if self._result is None or self._thread is None:
-            return
         try:
             self._result.result(timeout)
         except TimeoutError:
             raise _too_slow(self, timeout) from None
-        self._thread.shutdown(wait=True)
+        finally:
+            if self._result.done():
+                self._thread.shutdown(wait=True)
+
+    def _run_unwatched(self) -> None:
+        try:
+            self.run()
+        except CheckpointError as error:
+            _log.error("%s", error)  # `wait` raises it, but nobody has to call `wait`
+            raise
 
     def _say(self, state: str) -> None:
         self.state = state
@@ -197,7 +219,7 @@ _under_way: dict[Path, PendingSave] = {}
 
 
 def _finish_saves_at_exit() -> None:
-    wait_for_all([pending._result for pending in list(_under_way.values()) if pending._result], SAVE_DEADLINE)
+    wait_for_all([pending._result for pending in list(_under_way.values())], SAVE_DEADLINE)
 
 
 # Orbax hands pieces of a save to `concurrent.futures`, which takes no more work once the main thread has ended, and
@@ -205,11 +227,16 @@ def _finish_saves_at_exit() -> None:
 threading._register_atexit(_finish_saves_at_exit)  # type: ignore[attr-defined]
 
 
-def _begin(path: StrPath, arrays: Mapping[str, ArrayLike], metadata: Mapping[str, Any] | None) -> PendingSave:
+def _begin(
+    path: StrPath,
+    arrays: Mapping[str, ArrayLike],
+    metadata: Mapping[str, Any] | None,
+    then: Callable[[], None] | None,
+) -> PendingSave:
     final = Path(path).absolute()
     if final in _under_way:
         raise _already_saving(_under_way[final])
-    pending = PendingSave(final, snapshot(arrays), _as_json(final, dict(metadata or {})))
+    pending = PendingSave(final, snapshot(arrays), _as_json(final, dict(metadata or {})), then)
     _under_way[final] = pending
     return pending
 
@@ -230,7 +257,7 @@ def snapshot(arrays: Mapping[str, ArrayLike]) -> dict[str, _Snapshot]:
     device needs room for them. A replicated array is copied once, from its first device.
     """
     plain = {name: _without_key(array) for name, array in arrays.items()}
-    on_device = {name: _one_copy(value) for name, (value, _) in plain.items() if isinstance(value, jax.Array)}
+    on_device = {name: _one_copy(name, value) for name, (value, _) in plain.items() if isinstance(value, jax.Array)}
     started = jax.device_put(on_device, {n: _on_host(x.sharding) for n, x in on_device.items()}, may_alias=False)
     return {
         name: _Snapshot(started[name] if name in started else _host_copy(name, value), key)
@@ -244,8 +271,12 @@ def _without_key(array: ArrayLike) -> tuple[ArrayLike, str | None]:
     return array, None
 
 
-def _one_copy(array: jax.Array) -> jax.Array:
-    return array.addressable_data(0) if array.is_fully_replicated else array
+def _one_copy(name: str, array: jax.Array) -> jax.Array:
+    if array.is_fully_replicated:
+        return array.addressable_data(0)
+    if not array.is_fully_addressable:
+        raise _lies_elsewhere(name, array)
+    return array
 
 
 def _on_host(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
@@ -264,7 +295,7 @@ def _host_copy(name: str, value: ArrayLike) -> np.ndarray:
 def _write(path: Path, arrays: dict[str, _Snapshot], metadata: str, say: Callable[[str], None]) -> None:
     folder = f"arrays-{secrets.token_hex(4)}"
     say(f"copying {len(arrays)} leaves to the host")
-    hosts = {name: _to_host(item.value) for name, item in arrays.items()}
+    hosts = {name: np.asarray(item.value) for name, item in arrays.items()}
     keys = {name: item.key for name, item in arrays.items()}
     arrays.clear()
     leaves, blobs = _lay_out(hosts, keys)
@@ -279,37 +310,28 @@ def _write(path: Path, arrays: dict[str, _Snapshot], metadata: str, say: Callabl
     _remove_other_folders(path, keep=folder)
 
 
-def _to_host(value: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
-    """The whole value, unless parts of it live in other processes: then Orbax gets it as it is."""
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        return value
-    return np.asarray(value)
-
-
 def _lay_out(
-    hosts: dict[str, np.ndarray | jax.Array], keys: dict[str, str | None]
-) -> tuple[dict[str, Leaf], dict[str, np.ndarray | jax.Array]]:
+    hosts: dict[str, np.ndarray], keys: dict[str, str | None]
+) -> tuple[dict[str, Leaf], dict[str, np.ndarray]]:
     """Decides where each leaf goes: alone under its own name, or with other small ones into a pack of bytes."""
     leaves: dict[str, Leaf] = {}
-    alone: dict[str, np.ndarray | jax.Array] = {}
+    alone: dict[str, np.ndarray] = {}
     packs: list[list[np.ndarray]] = [[]]
     offset = 0
     for name, value in hosts.items():
-        shape, dtype, key = value.shape, value.dtype.name, keys[name]
-        digest = _digest(value) if isinstance(value, np.ndarray) else None
-        if value.size == 0:
-            leaves[name] = Leaf(shape, dtype, digest, place=None, key=key)
-        elif isinstance(value, jax.Array) or value.nbytes >= PACKED_BELOW:
+        leaf = Leaf(value.shape, value.dtype.name, _digest(value), place=None, key=keys[name])
+        if value.nbytes >= PACKED_BELOW:
             place = f"{len(alone):04d}-{urllib.parse.quote(name, safe='')[:80]}"
-            alone[place] = value if isinstance(value, jax.Array) else _as_storable(value)
-            leaves[name] = Leaf(shape, dtype, digest, place, key=key)
-        else:
+            alone[place] = _as_storable(value)
+            leaf = dataclasses.replace(leaf, place=place)
+        elif value.size:
             if offset + value.nbytes > PACK_BYTES:
                 packs.append([])
                 offset = 0
             packs[-1].append(_bytes(value))
-            leaves[name] = Leaf(shape, dtype, digest, f"pack-{len(packs) - 1:04d}", offset, key)
+            leaf = dataclasses.replace(leaf, place=f"pack-{len(packs) - 1:04d}", offset=offset)
             offset += value.nbytes
+        leaves[name] = leaf
     packed = {f"pack-{i:04d}": np.concatenate(parts) for i, parts in enumerate(packs) if parts}
     return leaves, alone | packed
 
@@ -458,11 +480,18 @@ def load(
     targets = targets or {}
     wanted = list(names) if names is not None else list(targets or manifest.leaves)
     _require_saved(final, manifest, wanted)
-    _require_match(final, manifest, {name: targets[name] for name in wanted if name in targets})
     _require_whole(final, manifest, manifest.files_of(wanted))
-    blobs = _read_blobs(final / manifest.folder, {manifest.leaves[name].place for name in wanted})
-    hosts = {name: _unpack(manifest.leaves[name], blobs) for name in wanted}
-    _require_same_values(final, manifest, hosts)
+    return load_verified(final, manifest, wanted, targets)
+
+
+def load_verified(
+    path: Path, manifest: Manifest, names: Sequence[str], targets: Mapping[str, Target]
+) -> dict[str, np.ndarray | jax.Array]:
+    """`load` for a caller who has just called `verify`: the files are not digested again, the values are."""
+    _require_match(path, manifest, {name: targets[name] for name in names if name in targets})
+    blobs = _read_blobs(path / manifest.folder, {manifest.leaves[name].place for name in names})
+    hosts = {name: _unpack(manifest.leaves[name], blobs) for name in names}
+    _require_same_values(path, manifest, hosts)
     return {name: _place(host, manifest.leaves[name], targets.get(name)) for name, host in hosts.items()}
 
 
@@ -535,7 +564,7 @@ def _require_whole(path: Path, manifest: Manifest, files: Iterable[str]) -> None
 
 
 def _require_same_values(path: Path, manifest: Manifest, hosts: Mapping[str, np.ndarray]) -> None:
-    digests = {name: _digest(host) for name, host in hosts.items() if manifest.leaves[name].digest is not None}
+    digests = {name: _digest(host) for name, host in hosts.items()}
     bad = [
         f"{name}  digest of its values {digest}, was {manifest.leaves[name].digest}"
         for name, digest in digests.items()
@@ -628,6 +657,13 @@ def _not_an_array(name: str, value: object) -> CheckpointError:
     bad = [f"{name}  {type(value).__name__} of dtype {np.asarray(value).dtype}"]
     why = "Arrays of numbers are saved; text and other Python values are not arrays."
     return CheckpointError(message("A checkpoint was given something that is not an array of numbers", bad, why))
+
+
+def _lies_elsewhere(name: str, array: jax.Array) -> CheckpointError:
+    bad = [f"{name}  {_describe(array.shape, array.dtype)}  {array.sharding}"]
+    why = "Parts of it lie in other processes. One process writes a checkpoint, so it must be able to reach the value."
+    ways = ["keep it replicated over the processes", "gather it first: `strategy.gather(value, axis=...)`"]
+    return CheckpointError(message("A checkpoint was given an array that this process cannot read", bad, why, ways))
 
 
 def _not_json(path: Path, metadata: dict[str, Any], error: TypeError) -> CheckpointError:
