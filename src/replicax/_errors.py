@@ -27,7 +27,8 @@ error, so that the code that checks reads `raise uneven_batch(...)` and stays sh
 # ├── HostError             RuntimeError          a process that is set up so that it would hang or crawl
 # └── NotAvailableError     NotImplementedError   a name that exists and cannot do its work here
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class ReplicaxError(Exception):
@@ -154,3 +155,478 @@ class NotConsumedError(CheckpointError, AssertionError):
 
 class NotADatasetError(InputError, TypeError):
     """What was given as a dataset cannot be gone through batch by batch."""
+
+
+class AmbiguousSumError(LocalityError, AssertionError, ValueError):
+    """A sum over replicas of a value that is the same on each: one copy, or N of them?"""
+
+
+class PerReplicaUseError(LocalityError, ValueError):
+    """A value per replica was used as one array."""
+
+
+# -- Where in the program am I?
+
+
+def needs_scope(call: str, strategy: Any) -> ContextError:
+    return ContextError(
+        message(
+            f'Need to be inside "with strategy.scope()" for {call} of {strategy!r}',
+            why="The default strategy is in force here, inside one of its runs.",
+            instead=["with strategy.scope(): ..."],
+        )
+    )
+
+
+def mixed_strategies(call: str, wanted: Any, active: Any) -> ContextError:
+    return ContextError(
+        message(
+            f"Mixing different tf.distribute.Strategy objects: {call} belongs to one strategy and another is in force",
+            [f"called on  {wanted!r}", f"in force   {active!r}"],
+            "Two strategies lay values and variables out differently, so a value of one is no value of the other.",
+            ["leave the inner `with other.scope():` block first", "use one strategy object throughout"],
+        )
+    )
+
+
+def needs_cross_replica(call: str) -> ContextError:
+    return ContextError(
+        message(
+            f"{call} inside a replica: Method requires being in cross-replica context, use "
+            "get_replica_context().merge_call()",
+            why="Code inside `strategy.run(step)` runs for one replica; this call speaks for all of them.",
+            instead=[
+                "rx.get_replica_context().all_reduce(op, value) to combine values",
+                "rx.get_replica_context().merge_call(fn, args) to run `fn(strategy, *args)` once for all replicas",
+                "return the value from the step and make the call after `run`",
+            ],
+        )
+    )
+
+
+def gather_in_replica() -> ContextError:
+    return ContextError(
+        message(
+            "strategy.gather(...) inside a replica",
+            why="It speaks for all replicas, and this code runs for one.",
+            instead=["rx.get_replica_context().all_gather(value, axis)"],
+        )
+    )
+
+
+def nested_default_scope(active: Any) -> ContextError:
+    return ContextError(
+        message(
+            "Must not nest tf.distribute.Strategy scopes: the default strategy's scope was entered inside another's",
+            [f"in force   {active!r}"],
+            "The default strategy is what is in force where no other is.",
+            ["leave the `with strategy.scope():` block"],
+        )
+    )
+
+
+def scope_nesting(what: str) -> RuntimeError:
+    return ContextError(
+        f"{what} scope nesting error: a {what.lower()} scope that was opened inside `with strategy.scope():` is still "
+        "open. Close it before the strategy's scope ends; leaving the scope can then be tried again."
+    )
+
+
+def set_strategy_in_scope() -> ContextError:
+    return ContextError(
+        "Must not be called inside a `tf.distribute.Strategy` scope: rx.experimental_set_strategy(...) while "
+        "`with strategy.scope():` or a run is under way. Leave it first."
+    )
+
+
+def wrong_replica_context(what: str, asked: Any, active: Any) -> ContextError:
+    if active is None:
+        return ContextError(
+            f"Need to be inside `call_for_each_replica()`: `{what}` of a replica context was used where code runs once "
+            "for all replicas. Use it in the function given to `strategy.run`, and there call "
+            "rx.get_replica_context() afresh."
+        )
+    if active.strategy is not asked.strategy:
+        return ContextError(
+            f"Mismatching tf.distribute.Strategy objects: `{what}` of a replica context of {asked.strategy!r} inside a "
+            f"run of {active.strategy!r}."
+        )
+    return ContextError(
+        f"Mismatching ReplicaContext: `{what}` of a context that is not the one in force here. Call "
+        "rx.get_replica_context() where you need it instead of keeping it."
+    )
+
+
+# -- Values
+
+
+def per_replica_as_array(value: Any) -> PerReplicaUseError:
+    return PerReplicaUseError(
+        message(
+            "It looks like you are using a PerReplica object while not inside a replica context: it holds one value "
+            "for each replica and cannot stand for a single array",
+            why="Which of them is meant, or how should they be combined?",
+            instead=[
+                'strategy.reduce("mean", value) combines them',
+                "strategy.experimental_local_results(value) lists them",
+                "strategy.run(fn, args=(value,)) gives each replica its own",
+            ],
+        )
+    )
+
+
+def different_structures(trees: Sequence[Any]) -> StructureError:
+    return StructureError(
+        message(
+            "The replicas returned different structures",
+            [f"replica {i}  {_short(tree)}" for i, tree in enumerate(trees)],
+            "Their results are merged entry by entry.",
+            ["return the same keys, and lists of the same length, on every replica"],
+        )
+    )
+
+
+def ambiguous_sum(value: Any, replicas: int) -> AmbiguousSumError:
+    return AmbiguousSumError(
+        message(
+            'strategy.reduce("sum", x): A non-DistributedValues value cannot be reduced with the given reduce op',
+            [f"x = {_short(value)}, the same on all {replicas} replicas"],
+            f"Its sum over replicas could mean x, counted once, or {replicas}*x, counted on each.",
+            ["use x itself", f"write x * strategy.num_replicas_in_sync for {replicas}*x"],
+        )
+    )
+
+
+def ragged_reduce(op: Any, arrays: Sequence[Any]) -> StructureError:
+    return StructureError(
+        message(
+            f'strategy.reduce("{op.name.lower()}", value) of values of different shape',
+            [f"replica {i}  {_short(array)}" for i, array in enumerate(arrays)],
+            "They are combined element by element.",
+            [f'strategy.reduce("{op.name.lower()}", value, axis=0) reduces the uneven axis as well'],
+        )
+    )
+
+
+def gather_shapes(what: str, arrays: Sequence[Any]) -> InputError:
+    return InputError(
+        message(
+            f"Shape mismatch: strategy.gather(...) of values of different {what}; all axes but one must be equal",
+            [f"replica {i}  {_short(array)}" for i, array in enumerate(arrays)],
+            "They are concatenated along that one axis.",
+        )
+    )
+
+
+def slices_op(op: Any) -> NotImplementedError:
+    return NotImplementedError(
+        f"A {op.name} of IndexedSlices: rows that no replica sent would count as zeros or not at all. Reduce them with "
+        '"sum" or "mean", or reduce `slices.to_dense()`.'
+    )
+
+
+# -- Arguments of a step
+
+
+def arguments_not_a_list(args: Any) -> ValueError:
+    return InputError(
+        message(
+            f"strategy.run(step, args={_short(args)}): positional args must be a list or tuple",
+            why="`args` holds one entry per parameter of the step.",
+            instead=["strategy.run(step, args=(x,))"],
+        )
+    )
+
+
+def unhashable_argument(path: str, leaf: Any) -> StaticArgumentError:
+    return StaticArgumentError(
+        message(
+            "strategy.run(step, ...) got an argument that is neither an array nor hashable",
+            [f"args{path}  {type(leaf).__name__}"],
+            "Arrays and numbers are traced; every other object becomes part of the program and must be hashable so that "
+            "the program can be found again.",
+            ["let the step reach it by closure", "register its class with jax.tree_util so that its arrays are seen"],
+        )
+    )
+
+
+def ragged_argument(path: str, value: Any) -> InputError:
+    return InputError(
+        message(
+            "strategy.run(step, ...) got a per-replica value whose components differ in shape or are no arrays",
+            [f"args{path}  replica {i}  {_short(part)}" for i, part in enumerate(value.data)],
+            "The step is compiled once and every replica runs that one program, so their inputs must look alike.",
+            [
+                "pad them to one shape; strategy.distribute_dataset(batches) does it and keeps count",
+                "run it line by line: strategy.run(step, ..., options=rx.RunOptions(eager=True))",
+            ],
+        )
+    )
+
+
+def other_devices(path: str, array: Any, strategy: Any) -> InputError:
+    return InputError(
+        message(
+            "strategy.run(step, ...) got a per-replica value that lies on other devices than the strategy's replicas",
+            [f"args{path}  on {sorted(map(str, array.devices()))}", f"strategy {strategy!r}"],
+            "It was made by another strategy.",
+            ["distribute the data with the strategy that runs the step"],
+        )
+    )
+
+
+def traced_value_used(fn: Any, error: Exception, site: Any) -> StaticArgumentError:
+    where = f" at {site}" if site is not None else ""
+    return StaticArgumentError(
+        message(
+            f"`{_name(fn)}` uses an argument or a computed value as a Python value{where}",
+            [str(error).split("\n", 1)[0]],
+            "A compiled step is traced with abstract values: numbers passed as arguments may change from call to call "
+            "without a new compilation, so their value is not known while the step is traced.",
+            [
+                "bind it: strategy.run(functools.partial(step, n=3), args=(x,))",
+                "use jnp.where or jax.lax.cond instead of `if`",
+                "look at it line by line: strategy.run(step, ..., options=rx.RunOptions(eager=True))",
+            ],
+        )
+    )
+
+
+def many_traces(fn: Any, keys: Sequence[Any]) -> str:
+    shapes = [" ".join(f"{dtype}{list(shape)}" for shape, dtype, _ in avals) for _, avals in keys]
+    return message(
+        f"`{_name(fn)}` has been compiled for {len(keys)} kinds of arguments",
+        [shape[:160] for shape in shapes[-4:]],
+        "Each new shape or dtype costs a trace and a compilation.",
+        ["pad to one shape; strategy.distribute_dataset(batches) does"],
+    )
+
+
+def many_copies(fn: Any, count: int) -> str:
+    code = fn.__code__
+    return message(
+        f"`{_name(fn)}` ({code.co_filename}:{code.co_firstlineno}) was made anew and compiled {count} times",
+        why="A function made inside the loop that captures a value which changes is another program each time.",
+        instead=["define it once, before the loop, and pass what changes as an argument"],
+    )
+
+
+# -- Variables
+
+
+def synchronization_none(name: str) -> VariableError:
+    return VariableError(
+        f"`NONE` variable synchronization mode is not supported: rx.Variable(..., name={name!r}). Write "
+        'synchronization="on_write" for one common value or "on_read" for one per replica.'
+    )
+
+
+def invalid_mode(what: str, word: Any, name: str, members: Sequence[str]) -> VariableError:
+    return VariableError(
+        f"Invalid variable {what} mode: {word!r} for variable {name!r}. Write one of "
+        + ", ".join(f'"{member.lower()}"' for member in members) + "."
+    )  # fmt: skip
+
+
+def mean_of_integers(name: str, dtype: Any) -> VariableError:
+    return VariableError(
+        f"rx.Variable(name={name!r}, dtype={dtype}, aggregation=\"mean\"): aggregation=MEAN and a non-floating dtype is "
+        "not supported, since a mean of integers is seldom one. Use a float dtype, or aggregation=\"sum\" or "
+        "\"only_first_replica\"."
+    )
+
+
+def no_initial_value(name: str) -> VariableError:
+    return VariableError(f"rx.Variable(name={name!r}) needs an initial value: an array, a number or a function.")
+
+
+def traced_initial_value(name: str, value: Any) -> VariableError:
+    return VariableError(
+        message(
+            f"rx.Variable(name={name!r}) was given an initial value that is being traced",
+            [_short(value)],
+            "A variable outlives the program that makes it, so its first value must be known now.",
+            ["pass a function: rx.Variable(lambda: jnp.zeros((3,)))", "make the variable outside jax.jit"],
+        )
+    )
+
+
+def assigned_shape(variable: Any, array: Any, method: str) -> VariableError:
+    return VariableError(
+        message(
+            f"`{variable.name}.{method}(x)`: x has another shape than the variable",
+            [f"variable {list(variable.shape)}", f"x        {list(array.shape)}"],
+            "A variable keeps its shape; nothing is broadcast silently.",
+            ["jnp.broadcast_to(x, variable.shape)"],
+        )
+    )
+
+
+def assigned_dtype(variable: Any, array: Any, method: str) -> VariableError:
+    return VariableError(
+        f"`{variable.name}.{method}(x)`: x is {array.dtype} and the variable {variable.dtype}; converting would drop the "
+        "imaginary part. Write x.real, or make the variable complex."
+    )
+
+
+def sum_of_a_number(variable: Any, value: Any, method: str) -> VariableError:
+    return VariableError(
+        message(
+            f"`{variable.name}.{method}({value!r})` with aggregation=SUM: A non-DistributedValues value {value!r} cannot "
+            "be reduced with the given reduce op ReduceOp.SUM",
+            why="A Python number is the same on every replica: is it meant once, or once for each?",
+            instead=[
+                f"{variable.name}.{method}(jnp.asarray({value!r})) adds it up over replicas",
+                'aggregation="only_first_replica" takes it once',
+            ],
+        )
+    )
+
+
+def per_replica_assigned(variable: Any, value: Any, method: str) -> LocalityError:
+    return PerReplicaUseError(
+        message(
+            f"`{variable.name}.{method}(x)` across replicas with an x that differs per replica",
+            [_short(value)],
+            "The copies of the variable would no longer be equal.",
+            [
+                f'{variable.name}.{method}(strategy.reduce("mean", x))',
+                f"assign inside the step, where the aggregation of {variable.name!r} says how to combine",
+            ],
+        )
+    )
+
+
+def on_read_none(variable: Any) -> VariableError:
+    return VariableError(
+        f"Could not convert from VariableAggregation.NONE: variable {variable.name!r} is on-read with aggregation NONE, "
+        "so its components cannot become one value. Read them one by one with `variable.values`, or make it with "
+        'aggregation="sum", "mean" or "only_first_replica".'
+    )
+
+
+def on_read_sum_from_across(variable: Any, method: str) -> VariableError:
+    return VariableError(
+        f"SyncOnReadVariable does not support `{method}` in cross-replica context when aggregation is set to "
+        f"`VariableAggregation.SUM`: `{variable.name}.{method}(x)`. Which component should take x? Call it inside a "
+        f"replica, or write `{variable.name}.assign({variable.name}.value + x)`."
+    )
+
+
+def on_read_of_other_strategy(variable: Any, strategy: Any) -> ContextError:
+    return mixed_strategies(f"the on-read variable `{variable.name}`", variable.strategy, strategy)
+
+
+def foreign_jit(variable: Any, method: str) -> ContextError:
+    return ContextError(
+        message(
+            f"`{variable.name}.{method}` inside jax.jit (or another traced function) that replicax does not run",
+            why="JAX would bake the variable's present value into the compiled function, and later assignments would "
+            "be ignored without an error.",
+            instead=[
+                "decorate the function with rx.function, the jit that understands variables",
+                "pass `variable.value` as an argument",
+            ],
+        )
+    )
+
+
+def assigned_in_nested_trace(variable: Any) -> ContextError:
+    return ContextError(
+        f"`{variable.name}.assign` inside a loop or branch of a function under rx.value_and_grad on the host. Run the "
+        "function with strategy.run or rx.function, which keep such assignments."
+    )
+
+
+def not_a_variable(call: str, leaf: Any) -> TypeError:
+    return TypeError(
+        f"{call}: expected an rx.Variable, got {_short(leaf)}. For gradients with respect to arguments use jax.grad."
+    )
+
+
+# -- Steps that would give wrong numbers
+
+
+def unreduced_write(fn: Any, variable: Any, site: Any, origin: Any) -> LocalityError:
+    return LocalityError(
+        message(
+            f"`{_name(fn)}` writes a per-replica value to the mirrored variable {variable.name!r} at {site}",
+            [f"it became per-replica at {origin.site}: {origin.why}" if origin.site else f"because {origin.why}"],
+            "Each replica would store another number and the copies would drift apart.",
+            [
+                'reduce it first: rx.get_replica_context().all_reduce("mean", value)',
+                'let the variable combine: rx.Variable(..., aggregation="mean") or "sum"',
+                'keep one per replica: rx.Variable(..., synchronization="on_read")',
+                "rx.assert_mirrored(value), if you know that it is equal everywhere",
+            ],
+        )
+    )
+
+
+def wrong_collective(fn: Any, finding: Any) -> LocalityError:
+    origin = finding.origin
+    if finding.kind == "double-reduce":
+        return LocalityError(
+            message(
+                f"`{_name(fn)}` sums a value over the replicas a second time at {finding.site}",
+                why="It was computed from a sum or mean over replicas and nothing per-replica since: another sum "
+                "multiplies it by the number of replicas.",
+                instead=["drop one of the two reductions", 'use "mean" in the second, which leaves it as it is'],
+            )
+        )
+    became = f"it became per-replica at {origin.site}: {origin.why}" if origin and origin.site else ""
+    return LocalityError(
+        message(
+            f"`{_name(fn)}` lets replicas meet ({finding.primitive}) at {finding.site}, inside a branch or loop whose "
+            "condition differs between replicas",
+            [became] if became else [],
+            "Replicas that do not take the branch would never arrive and the others would wait for ever.",
+            [
+                'make the condition equal everywhere: all_reduce("max", condition)',
+                "move the reduction out of the branch and choose with jnp.where",
+            ],
+        )
+    )
+
+
+def averages_padding(fn: Any, site: Any, counts: Any, rows: int) -> LocalityError:
+    return LocalityError(
+        message(
+            f"`{_name(fn)}` combines the rows of a padded batch at {site} without asking which of them are real",
+            [f"replica {i}  {int(count[0] if getattr(count, 'ndim', 0) else count)} of {rows} rows are real"
+             for i, count in enumerate(counts)],
+            "Padding would count as data.",
+            [
+                "rx.mean(per_example_loss), the mean over the real rows",
+                "rx.valid_rows(), a mask of the real rows, or rx.metrics",
+                "drop the short batch: from_arrays(..., drop_remainder=True)",
+            ],
+        )
+    )  # fmt: skip
+
+
+def duplicate_devices(devices: Sequence[Any]) -> DeviceError:
+    twice = sorted({str(device) for device in devices if list(devices).count(device) > 1})
+    return DuplicateDeviceError(
+        message(
+            "MirroredStrategy(devices=...): No duplicates allowed in `devices` argument",
+            [f"{device}  named more than once" for device in twice],
+            "Each device holds one replica.",
+        )
+    )
+
+
+class DuplicateDeviceError(DeviceError, AssertionError):
+    """One device was given two replicas."""
+
+
+def _name(fn: Any) -> str:
+    return getattr(fn, "__name__", None) or getattr(getattr(fn, "func", None), "__name__", None) or type(fn).__name__
+
+
+def _short(value: Any) -> str:
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is not None and dtype is not None:
+        return f"{dtype}{list(shape)}"
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."

@@ -6,8 +6,10 @@ reason why no public name would do. A new JAX release that breaks replicax break
 
 import sys
 from pathlib import Path
+from typing import Any
 
-from jax._src import xla_bridge
+from jax._src import array, config, core, xla_bridge
+from jax._src.interpreters import partial_eval
 
 
 def backend_started() -> bool:
@@ -45,3 +47,56 @@ def _thread_name(task: Path) -> str:
         return (task / "comm").read_text().strip()
     except (FileNotFoundError, ProcessLookupError):  # the thread ended while we were looking
         return ""
+
+
+def current_trace() -> Any:
+    """The innermost trace under way; compared by identity to learn whether code runs inside a nested one.
+
+    `jax.extend.core.get_opaque_trace_state` is public, but a new object at each call and slower to compare.
+    """
+    return core.trace_ctx.trace
+
+
+def in_trace(trace: Any) -> Any:
+    """A context manager that records operations in `trace`, an outer trace of the one under way.
+
+    A variable that is first read inside a `scan` body becomes an input of the whole step, not of the body.
+    """
+    return core.set_current_trace(trace)
+
+
+def is_staging() -> bool:
+    """Whether operations are recorded into a program instead of carried out (jit, scan, eval_shape; not grad or vmap)."""
+    trace = core.trace_ctx.trace
+    while trace is not None:
+        if isinstance(trace, partial_eval.DynamicJaxprTrace):
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False
+
+
+def jit_disabled() -> bool:
+    """Whether `jax.disable_jit()` is in force; its public spelling looks the flag up by name, in microseconds."""
+    return config.disable_jit.value
+
+
+ConcreteArray = array.ArrayImpl
+"""The class of every concrete array; `jax.Array` is an interface that tracers answer to as well."""
+
+
+def inside_jit(outer: Any) -> bool:
+    """Whether a `jax.jit` of the user's own is being traced inside `outer`. (Loops, branches and gradients are not.)
+
+    Such a function keeps its traced form between calls, with whatever variables it saw the first time.
+    """
+    if core.trace_ctx.trace is outer:
+        return False
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "_create_pjit_jaxpr" or (code.co_name == "_trace_to_jaxpr" and "pjit" in code.co_filename):
+            return True
+        if code.co_name == "body" and code.co_filename.endswith("_run/trace.py"):
+            return False
+        frame = frame.f_back
+    return False

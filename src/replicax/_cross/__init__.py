@@ -1,0 +1,1 @@
+"""How do N values become one, or N equal ones?"""

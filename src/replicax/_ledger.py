@@ -1,0 +1,194 @@
+"""What did this step read and write? The ledger that is open while a compiled step is traced.
+
+A variable that is read or assigned while a ledger is open enters itself here. It becomes an input of the program and, if
+it was written, a result.
+"""
+
+# How does a variable that the step reaches by closure become an input of a program that is being traced already?
+#
+# Things that don't work:
+#
+# - Let JAX close over the variable's array. It becomes a constant: step 2 sees the weights of step 1, without an error.
+# - Trace once to discover variables and again to build. The user's Python runs twice, prints appear twice.
+# - Pass every variable of the strategy, used or not. It works until somebody has ten thousand.
+# - Hold variables as `jax.Ref`. Twice as slow per step (docs/log.md).
+#
+# What we do: read a *stand-in*, a concrete array with the shape that a replica sees. JAX hoists it out of `shard_map` as a
+# constant operand, also from inside scan and grad, and there `compiled.py` recognises it by identity and puts a real
+# argument in its place.
+#
+# A variable assigned inside a nested trace (scan, cond, a foreign grad) cannot simply be rebound: the loop would see its first
+# value for ever. Such a variable lives in a `jax.Ref` for the length of the step. Since a Ref must exist before the loop
+# begins, and we learn of the assignment inside it, the trace starts over, once, knowing which variables need one.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from replicax import _context, _errors, _jax
+from replicax._context import Kind, Mode
+from replicax._cross import in_step
+from replicax._locality import Site, call_site
+from replicax._options import CommunicationOptions, ReduceOp, VariableAggregation
+from replicax._placement import AXIS
+from replicax._values import TRACED, PerReplica
+from replicax._variables import storage
+
+if TYPE_CHECKING:
+    from replicax._strategy.base import Strategy
+    from replicax._variables.variable import Variable
+
+PyTree = Any
+
+
+class Restart(Exception):
+    """The trace must start over: these variables are assigned inside a nested trace."""
+
+    def __init__(self, variable: Variable) -> None:
+        self.variable = variable
+
+
+class Cell:
+    """One variable during one trace: its present value, held directly or in a Ref."""
+
+    __slots__ = ("now", "ref")
+
+    def __init__(self, now: Any, ref: Any) -> None:
+        self.now = now
+        self.ref = ref
+
+
+class TracedLedger:
+    def __init__(self, strategy: Strategy, referenced: set[Variable], created: list[Variable]) -> None:
+        self.strategy = strategy
+        self.placement = strategy.placement
+        self.referenced = referenced
+        self.created = created
+        self.creations = 0
+        self.initial: dict[Variable, Any] = {}
+        self.cells: dict[Variable, Cell] = {}
+        self.stand_ins: dict[int, tuple[Variable, jax.Array]] = {}
+        self.writes: dict[Variable, Site] = {}
+        self.masks: list[tuple[int, Any]] = []
+        self.mask_consulted = False
+        self.trace = _jax.current_trace()
+
+    # -- variables
+
+    def read(self, variable: Variable) -> Any:
+        cell = self.cells.get(variable) or self._open(variable)
+        return cell.now if cell.ref is None else cell.ref[...]
+
+    def read_across(self, variable: Variable) -> Any:
+        """An on-read variable as cross-replica code sees it: its components combined."""
+        component = self.read(variable)
+        if self.placement.replicas == 1:
+            return component
+        if variable.aggregation is VariableAggregation.NONE:
+            raise _errors.on_read_none(variable)
+        if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            return self.first(component)
+        op = ReduceOp.from_variable_aggregation(variable.aggregation)
+        return self.all_reduce(op, component, None).astype(variable.dtype)
+
+    def write(self, variable: Variable, value: Any) -> None:
+        cell = self.cells.get(variable) or self._open(variable)
+        value = lax.stop_gradient(value)
+        if cell.ref is not None:
+            cell.ref[...] = value
+        elif _jax.current_trace() is self.trace:
+            cell.now = value
+        else:
+            raise Restart(variable)
+        self.writes[variable] = call_site()
+
+    def _open(self, variable: Variable) -> Cell:
+        if _jax.inside_jit(self.trace):
+            raise _errors.foreign_jit(variable, "read")
+        array = storage.stand_in(variable)
+        self.stand_ins[id(array)] = (variable, array)
+        with _jax.in_trace(self.trace):
+            now = jnp.copy(array)
+            if variable.on_read:
+                now = now[0]
+            ref = jax.new_ref(now, kind="no_grad_no_remat") if variable in self.referenced else None
+        cell = self.cells[variable] = Cell(now, ref)
+        return cell
+
+    def final(self, variable: Variable) -> Any:
+        cell = self.cells[variable]
+        return cell.now if cell.ref is None else cell.ref[...]
+
+    def create(self, make: Callable[..., Variable], kwargs: dict[str, Any]) -> Variable:
+        """A variable made inside the step: made at the first trace, handed back at every later one."""
+        index = self.creations
+        self.creations += 1
+        if index < len(self.created):
+            return self.created[index]
+        initial = kwargs.get("initial_value")
+        if callable(initial) and not hasattr(initial, "shape"):
+            initial = initial()
+        if isinstance(initial, jax.core.Tracer):
+            kwargs = kwargs | {"initial_value": np.zeros(initial.shape, initial.dtype)}
+        with jax.ensure_compile_time_eval():
+            variable = make(**kwargs)
+        self.created.append(variable)
+        if isinstance(initial, jax.core.Tracer):
+            self.initial[variable] = jnp.asarray(initial, variable.dtype)
+        return variable
+
+    # -- replicas
+
+    def replica_id(self) -> Any:
+        return lax.axis_index(AXIS)
+
+    def all_reduce(self, op: ReduceOp, value: PyTree, options: CommunicationOptions | None) -> PyTree:
+        merged = self.strategy.communication_options.merge(options)
+        return in_step.all_reduce(self.strategy.cross_device_ops, self.placement, op, value, merged)
+
+    def first(self, value: PyTree) -> PyTree:
+        return in_step.first(self.placement, value)
+
+    def all_gather(self, value: PyTree, axis: int, options: CommunicationOptions | None) -> PyTree:
+        return in_step.all_gather(self.placement, value, axis)
+
+    def components(self, value: PerReplica) -> list[Any]:
+        """A per-replica value opened in cross-replica code: the component of every replica."""
+        return in_step.stack(self.placement, value.data)
+
+    def merge_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = self.to_cross((args, kwargs))
+        with _context.push(Mode(self.strategy, Kind.CROSS, self)):
+            result = fn(self.strategy, *args, **kwargs)
+        return self.to_replica(result)
+
+    def to_cross(self, tree: PyTree) -> PyTree:
+        """A replica's values as cross-replica code sees them: whether an array differs is not known while tracing."""
+        if self.placement.replicas == 1:
+            return tree
+        return jax.tree.map(lambda leaf: PerReplica(leaf, TRACED) if isinstance(leaf, jax.Array) else leaf, tree)
+
+    def to_replica(self, tree: PyTree) -> PyTree:
+        return jax.tree.map(
+            lambda leaf: leaf.data if isinstance(leaf, PerReplica) else leaf,
+            tree,
+            is_leaf=lambda leaf: isinstance(leaf, PerReplica),
+        )
+
+    # -- padding
+
+    def valid_counts(self, rows: int | None) -> tuple[Any, Any] | None:
+        for size, mask in self.masks:
+            if rows is None or rows == size:
+                self.mask_consulted = True
+                return mask[0, 0], mask[0, 1]
+        return None
+
+    def batch_rows(self) -> int:
+        return self.masks[0][0]

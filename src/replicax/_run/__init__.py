@@ -1,0 +1,67 @@
+"""How is a replica function carried out, compiled or line by line?
+
+Both ways promise the same: the same values, the same errors. Compiled is the default; eager is for looking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from replicax import _context, _errors, _jax
+from replicax._context import Kind, Mode, ReplicaContext
+from replicax._ledger import TracedLedger
+from replicax._options import RunOptions
+from replicax._run import arguments, eager
+from replicax._values import PARTS, PerReplica
+
+if TYPE_CHECKING:
+    from replicax._strategy.base import Strategy
+
+_DIRECT = arguments.DIRECT
+
+
+def run(
+    strategy: Strategy,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None,
+    options: RunOptions | None,
+) -> Any:
+    """Runs `fn` once per replica, from the host."""
+    if type(args) is not tuple:
+        args = check_arguments(args)
+    if options is not None or strategy.eager or _jax.jit_disabled():
+        options = options or RunOptions()
+        if options.eager or _jax.jit_disabled() or (options.eager is None and strategy.eager):
+            return eager.run(strategy, fn, args, kwargs or {}, options)
+    elif not kwargs:
+        program = strategy.programs.get(fn)
+        if program is not None:
+            for arg in args:
+                if type(arg) not in _DIRECT or type(arg) is PerReplica and arg.form == PARTS:
+                    break
+            else:
+                return program(args, {})
+    args, kwargs, statics = arguments.prepared(strategy.placement, args, kwargs or {})
+    return strategy.programs.find(fn, statics, options.donate if options else ())(args, kwargs)
+
+
+def check_arguments(args: Any) -> tuple[Any, ...]:
+    if not isinstance(args, (list, tuple)):
+        raise _errors.arguments_not_a_list(args)
+    return tuple(args)
+
+
+def nested(ledger: Any, strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+    """Runs `fn` for every replica from cross-replica code that is itself part of a run: a merge function, say."""
+    args = check_arguments(args)
+    if not isinstance(ledger, TracedLedger):
+        return ledger.run_nested(fn, args, kwargs or {})
+    args, kwargs = ledger.to_replica((args, kwargs or {}))
+    context = ReplicaContext(strategy, None, ledger)
+    with _context.push(Mode(strategy, Kind.REPLICA, ledger, context)):
+        out = fn(*args, **kwargs)
+    return ledger.to_cross(out)

@@ -1,0 +1,88 @@
+"""Which program belongs to this function?"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from replicax import _errors
+from replicax._context import Kind
+from replicax._run.program import Program
+
+if TYPE_CHECKING:
+    from replicax._strategy.base import Strategy
+
+MOST = 512
+"""Programs kept per strategy; the oldest go first."""
+
+MANY_COPIES = 8
+
+
+class Programs:
+    """The programs of one strategy.
+
+    A function object has its program. A lambda or inner function that is made anew at every step is a new object each
+    time, so it is also looked up by what it consists of: its code, the objects in its closure and its defaults.
+    """
+
+    def __init__(self, strategy: Strategy, kind: Kind = Kind.REPLICA) -> None:
+        self._strategy = strategy
+        self._kind = kind
+        self._by_call: dict[Any, Program] = {}
+        self._by_contents: dict[Any, tuple[Program, Any]] = {}
+        self._copies: Counter[Any] = Counter()
+
+    def get(self, fn: Any) -> Program | None:
+        """The program of a function that was called before, without statics or options. The fast path."""
+        return self._by_call.get(fn)
+
+    def find(self, fn: Callable[..., Any], statics: tuple[Any, ...] = (), donate: Sequence[int] = ()) -> Program:
+        """The program of this function for these static arguments; made if need be."""
+        key = (fn, statics, tuple(donate)) if statics or donate else fn
+        program = self._by_call.get(key)
+        if program is not None:
+            return program
+        contents = _contents(fn)
+        if contents is not None:
+            contents = (contents, statics, tuple(donate))
+            known = self._by_contents.get(contents)
+            program = known[0] if known else None
+        if program is None:
+            program = Program(self._strategy, fn, self._kind, donate)
+            if contents is not None:
+                # The function is kept too: its closure's ids stay taken as long as the entry lives.
+                self._by_contents[contents] = (program, fn)
+            self._count(fn, statics)
+        self._by_call[key] = program
+        self._trim()
+        return program
+
+    def _count(self, fn: Any, statics: tuple[Any, ...]) -> None:
+        code = getattr(fn, "__code__", None)
+        if code is None or statics:
+            return
+        self._copies[code] += 1
+        if self._copies[code] == MANY_COPIES:
+            warnings.warn(_errors.many_copies(fn, MANY_COPIES), stacklevel=5)
+
+    def _trim(self) -> None:
+        while len(self._by_call) > MOST:
+            gone = self._by_call.pop(next(iter(self._by_call)))
+            for contents in [key for key, (program, _) in self._by_contents.items() if program is gone]:
+                del self._by_contents[contents]
+
+
+def _contents(fn: Any) -> Any:
+    """What a plain function consists of, by identity; None for other callables."""
+    if not isinstance(fn, types.FunctionType):
+        return None
+    try:
+        cells = tuple(id(cell.cell_contents) for cell in fn.__closure__ or ())
+    except ValueError:  # a cell that is still empty: a function that refers to itself before it is bound
+        return None
+    defaults = tuple(map(id, fn.__defaults__ or ()))
+    keywords = tuple((name, id(value)) for name, value in (fn.__kwdefaults__ or {}).items())
+    return fn.__code__, cells, defaults, keywords, id(fn.__globals__)

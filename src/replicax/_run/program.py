@@ -1,0 +1,279 @@
+"""How does a step become one compiled program that costs what hand-written `jit(shard_map)` costs?
+
+A program belongs to one function of one strategy. It holds one `jax.jit` function, whose arguments are the arrays of the
+variables the step writes (donated), those it only reads, and the user's arguments. JAX's own dispatch, in C++, tells
+shapes apart; Python is asked again only for a call of a kind that was never seen.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from replicax import _errors
+from replicax._context import Kind
+from replicax._host import dispatch_lock
+from replicax._placement import Placement
+from replicax._run import arguments, emit, trace
+from replicax._run.trace import Memory, Step
+from replicax._values import PerReplica, uniform
+from replicax._variables import storage
+
+if TYPE_CHECKING:
+    from replicax._strategy.base import Strategy
+    from replicax._variables.variable import Variable
+
+PyTree = Any
+
+HOIST_ABOVE = 64
+"""Constants with more elements than this become arguments, so that XLA does not compile them in."""
+
+MANY_TRACES = 8
+"""After this many traces of one function the user is told what keeps changing."""
+
+
+class _Unseen(Exception):
+    """The compiled function was called with arguments of a kind that was never traced."""
+
+
+class Program:
+    """One function under one strategy, traced and compiled as calls ask for it."""
+
+    def __init__(
+        self, strategy: Strategy, fn: Callable[..., Any], kind: Kind = Kind.REPLICA, donate: Sequence[int] = ()
+    ) -> None:
+        self.strategy = strategy
+        self.placement: Placement = strategy.placement
+        self.fn = fn
+        self.kind = kind
+        self.donate = tuple(donate)
+        self._memory = Memory()
+        self._steps: dict[Any, Step] = {}
+        self._written: list[Variable] = []
+        self._read: list[Variable] = []
+        self._hoisted: list[Any] = []
+        self._constants: list[Any] = []
+        self._compiled: Callable[..., Any] = _unseen
+        self._direct = True
+        """Whether all variables rest where the program computes, so that their arrays go in and out as they are."""
+        self._returns_statics = False
+        self._averages_padding = False
+        self._exports = -1
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with dispatch_lock:
+            if self._exports != storage.Exports.count:
+                self._take_back_exports()
+            if self._averages_padding:
+                self._refuse_padding(args, kwargs)
+            if not self._direct or self.donate:
+                return self._call_indirectly(args, kwargs)
+            written = self._written
+            try:
+                new, out = self._compiled(
+                    [v._array for v in written], (), [v._array for v in self._read], self._constants, args, kwargs
+                )
+            except _Unseen:
+                self._learn(args, kwargs)
+                return self(args, kwargs)
+            except ValueError as error:
+                return self(*self._placed(args, kwargs, error))
+            for variable, array in zip(written, new, strict=True):
+                variable._array = array
+        return _with_statics(out) if self._returns_statics else out
+
+    def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
+        """The program for these arguments, before XLA compiles it."""
+        with dispatch_lock:
+            if self._key(*jax.tree.flatten((args, kwargs))) not in self._steps:
+                self._learn(args, kwargs)
+            donated, args = self._split_donated(args)
+            return self._compiled.lower(
+                [self._bring(v) for v in self._written], donated, [self._bring(v) for v in self._read],
+                self._constants, args, kwargs,
+            )  # fmt: skip
+
+    # -- the slower ways in and out
+
+    def _call_indirectly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As `__call__`, for variables that rest elsewhere and arguments that may be donated."""
+        donated, rest = self._split_donated(args)
+        try:
+            new, out = self._compiled(
+                [self._bring(v) for v in self._written], donated, [self._bring(v) for v in self._read],
+                self._constants, rest, kwargs,
+            )  # fmt: skip
+        except _Unseen:
+            self._learn(args, kwargs)
+            return self(args, kwargs)
+        except ValueError as error:
+            return self(*self._placed(args, kwargs, error))
+        for variable, array in zip(self._written, new, strict=True):
+            self._send(variable, array)
+        return _with_statics(out) if self._returns_statics else out
+
+    def _rests_here(self, variable: Variable) -> bool:
+        return variable.placement.mesh is self.placement.mesh and variable.placement.parameter_device is None
+
+    def _bring(self, variable: Variable) -> Any:
+        if self._rests_here(variable):
+            return variable._array
+        if variable.on_read:
+            raise _errors.on_read_of_other_strategy(variable, self.strategy)
+        return jax.device_put(variable._array, self.placement.mirrored)
+
+    def _send(self, variable: Variable, array: Any) -> None:
+        if not self._rests_here(variable):
+            array = jax.device_put(array, variable.strategy.rest_sharding(variable))
+        variable._array = array
+
+    def _take_back_exports(self) -> None:
+        """Arrays that were handed out are copied before the next step donates them."""
+        for variable in self._written:
+            storage.unshare(variable)
+        self._exports = storage.Exports.count
+
+    def _split_donated(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        if not self.donate:
+            return (), args
+        donated = tuple(args[i] for i in self.donate)
+        return donated, tuple(None if i in self.donate else arg for i, arg in enumerate(args))
+
+    def _join_donated(self, donated: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
+        args = list(args)
+        for i, arg in zip(self.donate, donated, strict=True):
+            args[i] = arg
+        return tuple(args)
+
+    def _placed(self, args: PyTree, kwargs: PyTree, error: ValueError) -> tuple[Any, Any]:
+        """The arguments once more, mirrored over the replicas' devices, if their devices were the trouble."""
+        if "incompatible devices" not in str(error):
+            raise error
+        mirrored, here = self.placement.mirrored, set(self.placement.mesh.devices.flat)
+
+        def place(path: Any, leaf: Any) -> Any:
+            if isinstance(leaf, PerReplica):
+                if isinstance(leaf.data, jax.Array) and set(leaf.data.devices()) != here:
+                    raise _errors.other_devices(jax.tree_util.keystr(path), leaf.data, self.strategy) from error
+                return leaf
+            if isinstance(leaf, jax.Array) and set(leaf.devices()) != here:
+                return jax.device_put(leaf, mirrored)
+            return leaf
+
+        before = (args, kwargs)
+        after = jax.tree_util.tree_map_with_path(place, before, is_leaf=lambda x: isinstance(x, PerReplica))
+        if all(a is b for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)):
+            raise error
+        return after
+
+    def _refuse_padding(self, args: PyTree, kwargs: PyTree) -> None:
+        for value in jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, PerReplica)):
+            if isinstance(value, PerReplica) and value.mask is not None:
+                counts = np.asarray(value.mask)[:, 0]
+                rows = value.data.shape[0] // self.placement.replicas
+                if (counts < rows).any():
+                    sites = [step.averages_padding for step in self._steps.values() if step.averages_padding]
+                    raise _errors.averages_padding(self.fn, sites[0], counts, rows)
+
+    # -- calls of a new kind
+
+    def _learn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Traces the function for arguments like these and makes room for the variables it turned out to use."""
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        step = trace.trace(self.strategy, self.fn, self.kind, args, kwargs, self._memory)
+        self._steps[self._key(leaves, tree)] = step
+        if len(self._steps) == MANY_TRACES:
+            warnings.warn(_errors.many_traces(self.fn, list(self._steps)), stacklevel=5)
+        self._returns_statics |= any(result.output is None for result in step.results)
+        self._averages_padding |= step.averages_padding is not None
+        written = dict.fromkeys([*self._written, *step.written])
+        read = [v for v in dict.fromkeys([*self._read, *step.variables]) if v not in written]
+        grown = len(written) != len(self._written) or read != self._read
+        self._written, self._read = list(written), read
+        self._direct = all(self._rests_here(v) for v in [*self._written, *self._read])
+        if self._compiled is _unseen or grown or self._hoist(step):
+            self._compiled = self._build()
+        self._take_back_exports()
+
+    def _hoist(self, step: Step) -> bool:
+        known = {id(constant) for constant in self._hoisted}
+        new = [s.item for s in step.sources if _is_large(s) and id(s.item) not in known]
+        self._hoisted += new
+        self._constants += [jax.device_put(constant, self.placement.mirrored) for constant in new]
+        return bool(new)
+
+    def _key(self, leaves: list[Any], tree: Any) -> Any:
+        avals = [arguments.aval(leaf) for leaf in leaves]
+        return tree, tuple((a.shape, a.dtype, a.weak_type) for a in avals)
+
+    def _build(self) -> Any:
+        def entry(
+            written: list[Any], donated: tuple[Any, ...], read: list[Any], constants: list[Any], args: Any, kwargs: Any
+        ) -> tuple[list[Any], Any]:
+            leaves, tree = jax.tree.flatten((self._join_donated(donated, args), kwargs))
+            step = self._steps.get(self._key(leaves, tree))
+            if step is None:
+                raise _Unseen
+            arrays = dict(zip([*self._written, *self._read], [*written, *read], strict=True))
+            return self._emit(step, arrays, constants, leaves)
+
+        entry.__name__ = entry.__qualname__ = getattr(self.fn, "__name__", type(self.fn).__name__)
+        return jax.jit(entry, donate_argnums=(0, 1))
+
+    def _emit(self, step: Step, arrays: dict[Variable, Any], constants: list[Any], leaves: list[Any]) -> Any:
+        hoisted = {id(item): array for item, array in zip(self._hoisted, constants, strict=True)}
+        values, cut = [], []
+        for source in step.sources:
+            match source.kind:
+                case trace.VARIABLE:
+                    values.append(arrays[source.item])
+                    cut.append(source.item.on_read)
+                case trace.ARGUMENT:
+                    values.append(leaves[source.item])
+                    cut.append(source.item in step.cut_arguments)
+                case _:
+                    values.append(hoisted.get(id(source.item), source.item))
+                    cut.append(False)
+        results, new = emit.run(step, self.placement, values, cut)
+        new_of = dict(zip(step.written, new, strict=True))
+        return (
+            [self._at_rest(v, new_of.get(v, arrays[v])) for v in self._written],
+            jax.tree.unflatten(step.tree, [_result(step, r, results, leaves) for r in step.results]),
+        )
+
+    def _at_rest(self, variable: Variable, array: Any) -> Any:
+        """Leaves a variable in its own layout, if that is not simply one copy per device."""
+        sharding = variable.strategy.rest_sharding(variable)
+        if self._rests_here(variable) and not variable.on_read and not sharding.is_fully_replicated:
+            return lax.with_sharding_constraint(array, sharding)
+        return array
+
+
+def _unseen(*args: Any) -> Any:
+    raise _Unseen
+
+
+def _is_large(source: Any) -> bool:
+    return source.kind == trace.CONSTANT and getattr(source.item, "size", 0) > HOIST_ABOVE
+
+
+def _result(step: Step, result: Any, arrays: list[Any], leaves: list[Any]) -> Any:
+    if result.output is None:
+        return arguments.Static(result.static)
+    array = arrays[result.output]
+    if not step.spreads(result.output):
+        return array
+    mask = step.row_masks[result.output]
+    form = uniform(step.jaxpr.outvars[result.output].aval.shape)
+    return PerReplica(array, form, None if mask is None else leaves[mask])
+
+
+def _with_statics(out: PyTree) -> PyTree:
+    return jax.tree.map(
+        lambda leaf: leaf.value if isinstance(leaf, arguments.Static) else leaf, out, is_leaf=arguments.is_special
+    )

@@ -1,0 +1,252 @@
+"""How does a user's function become data? It is traced once, into a `Step`.
+
+The user writes a function for one replica and reads and assigns variables in it as plain objects. A `Step` is what
+remains of it: a jaxpr of one replica's work, where each of its inputs comes from, which variables it writes, and which of its
+results differ between replicas. `program.py` makes a compiled program of it.
+"""
+
+# Why `check_vma=False` and an analysis of our own?
+#
+# With the checks that shard_map brings, JAX sums the gradient of a mirrored weight over the replicas by itself, silently,
+# so that a step which reduces its gradients (as every tf.distribute step does) would count them twice. And it refuses to
+# return a value as mirrored that plain Optax computed, because it knows no proof. Without the checks gradients
+# are local, as users expect, and nothing is proven: JAX takes one replica's copy of a wrong result silently. So
+# `_locality` walks the jaxpr and is the only guard. The jaxpr that was analysed is the one that runs:
+# it is evaluated inside a second `shard_map`, and the user's code is never called again.
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from replicax import _context, _errors, _locality
+from replicax._context import Kind, Mode, ReplicaContext
+from replicax._ledger import Restart, TracedLedger
+from replicax._placement import AXIS
+from replicax._run import arguments
+from replicax._values import ROWS, STACKED, TRACED, PerReplica, is_per_replica
+
+if TYPE_CHECKING:
+    from replicax._strategy.base import Strategy
+    from replicax._variables.variable import Variable
+
+PyTree = Any
+VARIABLE, ARGUMENT, CONSTANT = "variable", "argument", "constant"
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where one input of the jaxpr comes from: a variable, an argument by position, or a constant."""
+
+    kind: str
+    item: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One leaf of what the function returned: a Python object, or an array by its position among the outputs."""
+
+    static: Any = None
+    output: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A traced step: pure, for one replica, in terms of arrays."""
+
+    jaxpr: Any
+    sources: tuple[Source, ...]
+    results: tuple[Result, ...]
+    tree: Any
+    cut_arguments: frozenset[int]
+    """The argument leaves that are laid over the replicas."""
+    written: tuple[Variable, ...]
+    """Their new values are the last outputs of the jaxpr."""
+    differs: tuple[bool, ...]
+    """For each output that is a result: whether it differs between replicas."""
+    wrapped: tuple[bool, ...]
+    """Likewise: whether cross-replica code returned it as a `PerReplica`, which it stays whatever the analysis says."""
+    mirrored_reduces: frozenset[int]
+    row_masks: tuple[int | None, ...]
+    """For each result: the argument leaf that holds its validity mask, if it still has the row axis."""
+    averages_padding: _locality.Site | None
+    """Where rows were combined although nobody asked which of them are real."""
+
+    def spreads(self, output: int) -> bool:
+        """Whether result `output` is laid over the replicas."""
+        return self.differs[output] or self.wrapped[output]
+
+    @property
+    def variables(self) -> list[Variable]:
+        seen = dict.fromkeys(source.item for source in self.sources if source.kind == VARIABLE)
+        return list(seen | dict.fromkeys(self.written))
+
+
+def trace(strategy: Strategy, fn: Callable[..., Any], kind: Kind, args: Any, kwargs: Any, memory: Memory) -> Step:
+    """Calls `fn` once, on abstract values, and analyses what it did."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    in_specs = arguments.specs(tree)
+    avals = [arguments.aval(leaf) for leaf in leaves]
+    while True:
+        recording = _Recording(strategy, fn, kind, tree, memory)
+        try:
+            closed = jax.make_jaxpr(
+                jax.shard_map(
+                    recording.body,
+                    mesh=strategy.placement.mesh,
+                    in_specs=(in_specs,),
+                    out_specs=PartitionSpec(),
+                    check_vma=False,
+                    axis_names={AXIS},
+                )
+            )(avals)
+            break
+        except Restart as restart:
+            memory.referenced.add(restart.variable)
+        except (
+            jax.errors.ConcretizationTypeError,
+            jax.errors.TracerIntegerConversionError,
+            jax.errors.TracerArrayConversionError,
+        ) as error:
+            raise _errors.traced_value_used(fn, error, _locality.site_of(error)) from error
+    return recording.step(closed, in_specs)
+
+
+@dataclasses.dataclass
+class Memory:
+    """What one trace of a program leaves for the next: variables that need a Ref, variables that the step made."""
+
+    referenced: set[Variable] = dataclasses.field(default_factory=set)
+    created: list[Variable] = dataclasses.field(default_factory=list)
+    initialise: Callable[[Any], None] | None = None
+
+
+class _Recording:
+    """One call of the user's function on tracers, and the ledger that was open meanwhile."""
+
+    def __init__(self, strategy: Strategy, fn: Callable[..., Any], kind: Kind, tree: Any, memory: Memory) -> None:
+        self.strategy = strategy
+        self.fn = fn
+        self.kind = kind
+        self.tree = tree
+        self.memory = memory
+
+    def body(self, leaves: list[Any]) -> list[Any]:
+        self.ledger = ledger = TracedLedger(self.strategy, self.memory.referenced, self.memory.created)
+        args, kwargs = self._arguments(leaves)
+        if self.kind is Kind.REPLICA:
+            mode = Mode(self.strategy, self.kind, ledger, ReplicaContext(self.strategy, None, ledger))
+        else:
+            mode = Mode(self.strategy, self.kind, ledger)
+        with _context.push(mode):
+            out = self.fn(*args, **kwargs)
+        leaves, self.out_tree = jax.tree.flatten(out, is_leaf=is_per_replica)
+        arrays: list[Any] = []
+        self.wrapped: list[bool] = []
+        self.results = [self._result(leaf, arrays) for leaf in leaves]
+        self.outputs = len(arrays)
+        self.written = tuple(ledger.writes)
+        return arrays + [ledger.final(v) for v in self.written] + list(ledger.initial.values())
+
+    def _arguments(self, leaves: list[Any]) -> Any:
+        """The local leaves as the function expects them, with the validity masks bound to the ledger."""
+
+        def open_up(leaf: Any) -> Any:
+            if isinstance(leaf, arguments.Static):
+                return leaf.value
+            if not isinstance(leaf, PerReplica):
+                return leaf
+            if leaf.mask is not None:
+                self.ledger.masks.append((leaf.data.shape[0], leaf.mask))
+            data = leaf.data[0] if leaf.form == STACKED else leaf.data
+            return data if self.kind is Kind.REPLICA else PerReplica(data, TRACED)
+
+        tree = jax.tree.unflatten(self.tree, leaves)
+        return jax.tree.map(open_up, tree, is_leaf=arguments.is_special)
+
+    def _result(self, leaf: Any, arrays: list[Any]) -> Result:
+        value = leaf.data if isinstance(leaf, PerReplica) else leaf
+        if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
+            return Result(static=leaf)
+        arrays.append(jax.numpy.asarray(value))
+        self.wrapped.append(isinstance(leaf, PerReplica))
+        return Result(output=len(arrays) - 1)
+
+    def step(self, closed: Any, in_specs: list[PartitionSpec]) -> Step:
+        (equation,) = [eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map"]
+        jaxpr = equation.params["jaxpr"]
+        sources = self._sources(closed, equation)
+        created = list(self.ledger.initial)
+        if created:
+            self._set_initialiser(jaxpr, sources, len(created))
+            jaxpr = jaxpr.replace(outvars=jaxpr.outvars[: -len(created)])
+        states = self._states(sources, in_specs)
+        if self.strategy.placement.replicas == 1:
+            differs, mirrored_reduces = (False,) * self.outputs, frozenset()
+        else:
+            analysis = _locality.analyse(jaxpr, states, self.strategy.placement.replicas)
+            self._refuse(analysis)
+            differs = tuple(_locality.origin_of(state) is not None for state in analysis.outs[: self.outputs])
+            mirrored_reduces = analysis.mirrored_reduces
+        row_masks, averages_padding = self._rows(jaxpr, sources)
+        cut = frozenset(i for i, spec in enumerate(in_specs) if spec == PartitionSpec(AXIS))
+        return Step(
+            jaxpr, tuple(sources), tuple(self.results), self.out_tree, cut, self.written, differs,
+            tuple(self.wrapped), mirrored_reduces, row_masks, averages_padding,
+        )  # fmt: skip
+
+    def _sources(self, closed: Any, equation: Any) -> list[Source]:
+        arguments_at = {var: i for i, var in enumerate(closed.jaxpr.invars)}
+        constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        sources = []
+        for atom in equation.invars:
+            if hasattr(atom, "val"):
+                sources.append(Source(CONSTANT, atom.val))
+            elif atom in arguments_at:
+                sources.append(Source(ARGUMENT, arguments_at[atom]))
+            else:
+                value = constants[atom]
+                known = self.ledger.stand_ins.get(id(value))
+                sources.append(Source(VARIABLE, known[0]) if known else Source(CONSTANT, value))
+        return sources
+
+    def _states(self, sources: Sequence[Source], in_specs: list[PartitionSpec]) -> list[Any]:
+        names = arguments.names(self.fn, self.tree)
+        states = []
+        for source in sources:
+            if source.kind == VARIABLE and source.item.on_read:
+                states.append(_locality.differs(f"variable '{source.item.name}' has a component of each replica's own"))
+            elif source.kind == ARGUMENT and in_specs[source.item] == PartitionSpec(AXIS):
+                states.append(_locality.differs(f"argument {names[source.item]} differs per replica"))
+            else:
+                states.append(_locality.MIRRORED)
+        return states
+
+    def _refuse(self, analysis: _locality.Analysis) -> None:
+        for finding in analysis.findings:
+            raise _errors.wrong_collective(self.fn, finding)
+        for variable, state in zip(self.written, analysis.outs[self.outputs :], strict=False):
+            origin = _locality.origin_of(state)
+            if origin is not None and not variable.on_read:
+                raise _errors.unreduced_write(self.fn, variable, self.ledger.writes[variable], origin)
+
+    def _rows(self, jaxpr: Any, sources: Sequence[Source]) -> tuple[tuple[int | None, ...], _locality.Site | None]:
+        """Which results still have the row axis of a padded batch, and whether padding was averaged."""
+        masked = arguments.masked_leaves(self.tree)
+        if not masked:
+            return (None,) * self.outputs, None
+        row_inputs = [0 if s.kind == ARGUMENT and s.item in masked else None for s in sources]
+        rows = _locality.analyse_rows(jaxpr, row_inputs)
+        mask = next(iter(masked.values()))
+        carries = tuple(mask if rows.axis[i] == 0 else None for i in range(self.outputs))
+        site = next((site for site in rows.reduced if site is not None), None)
+        return carries, None if self.ledger.mask_consulted else site
+
+    def _set_initialiser(self, jaxpr: Any, sources: list[Source], count: int) -> None:
+        """Variables made in the step start from traced values: a program of their own computes those, once."""
+        raise NotImplementedError

@@ -1,0 +1,1 @@
+"""What is different about this way of placing work?"""

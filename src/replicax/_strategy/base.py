@@ -1,0 +1,345 @@
+"""What can every strategy do? The verbs, written once. A strategy differs from another in its `Placement` and in few hooks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+
+from replicax import _context, _errors, _run, _values
+from replicax._context import Kind, Scope
+from replicax._cross import host, in_step
+from replicax._cross.algorithms import AllReduceAlgorithm
+from replicax._cross.slices import is_slices
+from replicax._host import require_threads
+from replicax._options import CommunicationOptions, ReduceOp, RunOptions
+from replicax._placement import Placement
+from replicax._run.cache import Programs
+from replicax._strategy.extended import StrategyExtended
+from replicax._values import TRACED, PerReplica, ValueContext
+from replicax._variables.variable import Variable
+
+PyTree = Any
+
+
+class Strategy:
+    """A way of placing replicas and variables on devices, and the verbs to work with it.
+
+    You do not make one of this class but of a subclass, `rx.MirroredStrategy` say. What you do with it is always the
+    same: make variables under `scope`, `run` a function once per replica, `reduce` what comes back.
+    """
+
+    placement: Placement
+
+    def __init__(
+        self,
+        placement: Placement,
+        *,
+        eager: bool = False,
+        cross_device_ops: in_step.Algorithm | None = None,
+        communication_options: CommunicationOptions | None = None,
+    ) -> None:
+        require_threads(placement.local_devices)
+        self.placement = placement
+        self.eager = eager
+        self.cross_device_ops = cross_device_ops or AllReduceAlgorithm()
+        self.communication_options = communication_options or CommunicationOptions()
+        self.programs = Programs(self)
+        self.functions = Programs(self, Kind.CROSS)
+
+    # -- hooks: what a strategy may answer differently
+
+    def place_variable(self, variable: Variable, colocate_with: Any) -> Placement:
+        """Where a new variable belongs."""
+        return self.placement
+
+    def rest_sharding(self, variable: Variable) -> Sharding:
+        """How a mirrored variable lies between steps."""
+        return self.placement.rest
+
+    # -- contexts
+
+    def scope(self) -> Scope:
+        """Puts this strategy in force: variables made inside belong to it.
+
+        >>> import replicax as rx
+        >>> strategy = rx.OneDeviceStrategy("cpu:0")
+        >>> with strategy.scope():
+        ...     w = rx.Variable(1.0)
+        >>> w.distribute_strategy is strategy
+        True
+        """
+        return Scope(self)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas step together; a global batch is split over so many."""
+        return self.placement.replicas
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """The members that tf.distribute keeps under ``strategy.extended``."""
+        return StrategyExtended(self)
+
+    @property
+    def cluster_resolver(self) -> Any:
+        """The resolver this strategy was made from; None for strategies of one process."""
+        return None
+
+    # -- running
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """Calls `fn` once per replica and merges what the replicas return.
+
+        `fn` is ordinary code for one replica. It is compiled into one program for all of them, at the first call with
+        arguments of this shape. Each replica gets its own component of every `PerReplica` argument; everything else,
+        variables included, is the same for all.
+
+        Args:
+          fn: The step. It may read and assign variables, take gradients and call `rx.get_replica_context()`.
+          args: Its positional arguments. Arrays and numbers are traced; bools, strings and other objects are part of
+            the program, so that another value compiles another program.
+          kwargs: Its keyword arguments.
+          options: See `rx.RunOptions`.
+
+        Returns:
+          What `fn` returned. A leaf that is equal on all replicas is a plain array, any other a `PerReplica`.
+
+        Raises:
+          LocalityError: The step would give replicas different copies of a variable, would reduce twice or deadlock.
+          ContextError: Called inside a replica.
+
+        >>> import jax, replicax as rx
+        >>> strategy = rx.MirroredStrategy(jax.devices()[:2])
+        >>> strategy.run(lambda: rx.get_replica_context().replica_id_in_sync_group * 10)
+        PerReplica:{
+          0: Array(0, dtype=int32),
+          1: Array(10, dtype=int32)
+        }
+        """
+        if _context.thread.modes:
+            mode = _context.require_cross(self, "strategy.run(...)")
+            if mode is not None and mode.ledger is not None:
+                return _run.nested(mode.ledger, self, fn, args, kwargs)
+        return _run.run(self, fn, args, kwargs, options)
+
+    def experimental_run_v2(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """The former name of `run`."""
+        return self.run(fn, args, kwargs)
+
+    def lower(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> jax.stages.Lowered:
+        """The program that `run` would execute, for reading: ``.as_text()``, ``.compile().cost_analysis()``.
+
+        >>> import jax, jax.numpy as jnp, replicax as rx
+        >>> strategy = rx.MirroredStrategy(jax.devices()[:2])
+        >>> step = lambda x: rx.get_replica_context().all_reduce("sum", x)
+        >>> "all_reduce" in strategy.lower(step, (jnp.ones(3),)).as_text()
+        True
+        """
+        args, kwargs, statics = _run.arguments.prepared(self.placement, _run.check_arguments(args), kwargs or {})
+        return self.programs.find(fn, statics).lower(args, kwargs)
+
+    # -- combining
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: PyTree,
+        axis: int | Sequence[int] | None = None,
+        options: CommunicationOptions | None = None,
+    ) -> PyTree:
+        """Combines one value per replica into a single value.
+
+        Use it after `run`, where each replica handed back its own loss, metric or count. Inside a replica use
+        `ReplicaContext.all_reduce`, which gives every replica the result and can be differentiated.
+
+        With ``axis=None`` the replicas are combined element by element. With an `axis` that axis of each replica's
+        value is reduced as well, and ``"mean"`` divides by the number of elements over all replicas: that is the one
+        for a loss per example, since replicas with fewer rows then weigh less. Padding rows never count.
+
+        Args:
+          reduce_op: ``"sum"``, ``"mean"``, ``"min"`` or ``"max"``.
+          value: What `run` returned, or any structure of such.
+          axis: An axis, or several, inside each replica's value to reduce too.
+
+        Raises:
+          LocalityError: ``"sum"`` without an axis of a value that is the same everywhere: is ``x`` meant, or N·x?
+
+        >>> import jax.numpy as jnp, jax, replicax as rx
+        >>> strategy = rx.MirroredStrategy(jax.devices()[:2])
+        >>> losses = rx.PerReplica((jnp.array([2.0, 4.0, 6.0]), jnp.array([8.0])))
+        >>> print(strategy.reduce("mean", losses, axis=0))
+        5.0
+
+        The mean of the two means would have been 6.0.
+        """
+        op = ReduceOp.parse(reduce_op)
+        mode = _context.require_cross(self, "strategy.reduce(...)")
+        axes = _axes(axis)
+        merged = self.communication_options.merge(options)
+
+        def one(leaf: Any) -> Any:
+            if isinstance(leaf, Variable):
+                leaf = _variable_as_value(leaf)
+            if mode is not None and mode.ledger is not None:
+                return _reduce_in_run(mode.ledger, op, leaf, axes, self.num_replicas_in_sync)
+            return host.reduce(self.cross_device_ops, self.placement, op, leaf, axes, merged)
+
+        return jax.tree.map(one, value, is_leaf=_is_value)
+
+    def gather(self, value: PyTree, axis: int, options: CommunicationOptions | None = None) -> PyTree:
+        """Concatenates the replicas' values along `axis`, in replica order. Padding rows are left out.
+
+        >>> import jax, replicax as rx
+        >>> strategy = rx.MirroredStrategy(jax.devices()[:2])
+        >>> ids = strategy.run(lambda: rx.get_replica_context().replica_id_in_sync_group[None])
+        >>> print(strategy.gather(ids, axis=0))
+        [0 1]
+        """
+        mode = _context.current()
+        if mode is not None and mode.replica is not None:
+            raise _errors.gather_in_replica()
+        mode = _context.require_cross(self, "strategy.gather(...)")
+
+        def one(leaf: Any) -> Any:
+            if isinstance(leaf, PerReplica) and mode is not None and mode.ledger is not None:
+                return mode.ledger.gather_across(leaf, axis)
+            return host.gather(self.placement, leaf, axis)
+
+        return jax.tree.map(one, value, is_leaf=_is_value)
+
+    # -- taking apart and putting together
+
+    def experimental_local_results(self, value: PyTree) -> tuple[Any, ...]:
+        """One entry per replica of this process.
+
+        >>> import jax, replicax as rx
+        >>> strategy = rx.MirroredStrategy(jax.devices()[:2])
+        >>> ids = strategy.run(lambda: rx.get_replica_context().replica_id_in_sync_group)
+        >>> [int(i) for i in strategy.experimental_local_results(ids)]
+        [0, 1]
+        """
+        local = len(self.placement.local_replicas)
+        if self.num_replicas_in_sync == 1:
+            return (value.values[0],) if isinstance(value, PerReplica) else (value,)
+        if isinstance(value, Variable):
+            return value.values
+        if isinstance(value, PerReplica) and value.form == TRACED:
+            mode = _context.require_cross(self, "strategy.experimental_local_results(...)")
+            assert mode is not None and mode.ledger is not None
+            return tuple(mode.ledger.components(value))
+        opened = jax.tree.map(
+            lambda leaf: _Opened(self.experimental_local_results(leaf)) if isinstance(leaf, PerReplica) and leaf is not value
+            else leaf, value, is_leaf=lambda leaf: isinstance(leaf, PerReplica),
+        ) if not isinstance(value, PerReplica) else None  # fmt: skip
+        if isinstance(value, PerReplica):
+            return value.values
+        return tuple(
+            jax.tree.map(
+                lambda leaf, i=i: leaf.entries[i] if isinstance(leaf, _Opened) else self._copy_of(leaf, i),
+                opened,
+                is_leaf=lambda leaf: isinstance(leaf, _Opened),
+            )
+            for i in range(local)
+        )
+
+    def unwrap(self, value: PyTree) -> tuple[Any, ...]:
+        """The former name of `experimental_local_results`."""
+        return self.experimental_local_results(value)
+
+    def _copy_of(self, leaf: Any, index: int) -> Any:
+        """Replica `index`'s copy of a mirrored array; anything else is the same for all."""
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+            for shard in leaf.addressable_shards:
+                if shard.device == self.placement.local_devices[index] and shard.data.shape == leaf.shape:
+                    return shard.data
+        return leaf
+
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> PyTree:
+        """Makes a value per replica from a function of `rx.ValueContext`, called once for each replica of this process.
+
+        >>> import jax, replicax as rx
+        >>> strategy = rx.MirroredStrategy(jax.devices()[:2])
+        >>> ids = strategy.experimental_distribute_values_from_function(lambda c: c.replica_id_in_sync_group)
+        >>> [int(x) for x in ids.values]
+        [0, 1]
+        """
+        replicas = self.num_replicas_in_sync
+        _context.require_cross(self, "strategy.experimental_distribute_values_from_function(...)")
+        made = [value_fn(ValueContext(i, replicas)) for i in self.placement.local_replicas]
+        if replicas == 1:
+            return made[0]
+        return _values.regroup(made, lambda parts: _values.lay_out(self.placement, parts), always_wrap=True)
+
+    # -- being a Python object
+
+    def __repr__(self) -> str:
+        devices = ", ".join(str(device) for device in self.placement.devices)
+        return f"<rx.{type(self).__name__} {self.num_replicas_in_sync} x [{devices}]>"
+
+    def __copy__(self) -> Strategy:
+        raise RuntimeError(
+            "copy.copy(strategy): two strategies would share one set of programs and variables. Must only deepcopy a "
+            "strategy: copy.deepcopy(strategy) makes an independent one on the same devices."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        for name, value in self.__dict__.items():
+            shared = isinstance(value, (Placement, Programs))
+            twin.__dict__[name] = value if shared else copy.deepcopy(value, memo)
+        twin.programs = Programs(twin)
+        twin.functions = Programs(twin, Kind.CROSS)
+        return twin
+
+
+class _Opened:
+    """A per-replica leaf, opened, so that a structure can be copied once per replica."""
+
+    __slots__ = ("entries",)
+
+    def __init__(self, entries: tuple[Any, ...]) -> None:
+        self.entries = entries
+
+
+def _is_value(x: Any) -> bool:
+    return isinstance(x, PerReplica) or is_slices(x)
+
+
+def _axes(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    if axis is None:
+        return None
+    if isinstance(axis, int) and not isinstance(axis, bool):
+        return (axis,)
+    if isinstance(axis, (tuple, list)) and all(isinstance(a, int) for a in axis):
+        return tuple(axis)
+    raise TypeError(f"strategy.reduce(..., axis={axis!r}): an axis is an int, a tuple of ints or None.")
+
+
+def _variable_as_value(variable: Variable) -> Any:
+    """An on-read variable counts as its components, a mirrored one as its value."""
+    if variable.on_read and variable.strategy.num_replicas_in_sync > 1:
+        return _values.lay_out(variable.placement, variable.values)
+    return variable.value
+
+
+def _reduce_in_run(ledger: Any, op: ReduceOp, value: Any, axes: tuple[int, ...] | None, replicas: int) -> Any:
+    """Reduces in cross-replica code that is part of a run, a merge function say."""
+    if is_slices(value):
+        inner = jax.tree.map(lambda x: x.data, value, is_leaf=lambda x: isinstance(x, PerReplica))
+        return ledger.all_reduce(op, inner, None)
+    if isinstance(value, PerReplica):
+        return ledger.reduce_across(op, value, axes)
+    return host.reduce_plain(op, value, axes, replicas)

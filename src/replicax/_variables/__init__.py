@@ -1,0 +1,1 @@
+"""What survives between steps?"""

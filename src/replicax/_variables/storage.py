@@ -1,0 +1,133 @@
+"""Where do a variable's numbers lie between steps, and how does the host read and write them?
+
+A mirrored variable is one array at its placement's rest sharding. An on-read variable is one array with a leading replica
+axis, laid over the replicas. The arrays are donated to compiled steps, so an array that was handed to the user is marked
+`_shared` and copied before the next donation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from replicax import _errors
+from replicax._options import VariableAggregation
+from replicax._values import _blocks
+
+if TYPE_CHECKING:
+    from replicax._variables.variable import Variable
+
+
+class Exports:
+    """How many arrays of variables were handed out since the process began; a program compares before it donates."""
+
+    count = 0
+
+
+def initial_array(initial: Any, dtype: Any, shape: Sequence[int] | None, name: str) -> jax.Array:
+    """The user's initial value as an array that nobody else holds, with a firm dtype."""
+    with jax.ensure_compile_time_eval():
+        value = initial() if callable(initial) and not hasattr(initial, "shape") else initial
+        if value is None:
+            raise _errors.no_initial_value(name)
+        if isinstance(value, jax.core.Tracer):
+            raise _errors.traced_initial_value(name, value)
+        array = jnp.array(value, dtype=dtype, copy=True)
+        if shape is not None and tuple(shape) != array.shape:
+            array = jnp.broadcast_to(array, tuple(shape))
+        if array.weak_type:  # else the first step changes the type and the second call compiles again
+            array = lax.convert_element_type(array, array.dtype)
+        return array
+
+
+def rest(variable: Variable, value: jax.Array) -> jax.Array:
+    """`value` laid where the variable rests."""
+    placement = variable.placement
+    if variable.on_read:
+        stacked = jnp.broadcast_to(value[None], (placement.replicas, *value.shape))
+        return jax.device_put(stacked, placement.split)
+    return jax.device_put(value, variable.strategy.rest_sharding(variable))
+
+
+def checked(variable: Variable, value: Any, method: str) -> jax.Array:
+    """`value` as an array of the variable's dtype and shape."""
+    array = jnp.asarray(value)
+    if array.dtype != variable.dtype:
+        if jnp.issubdtype(array.dtype, jnp.complexfloating) and not jnp.issubdtype(variable.dtype, jnp.complexfloating):
+            raise _errors.assigned_dtype(variable, array, method)
+        array = array.astype(variable.dtype)
+    if array.weak_type:
+        array = lax.convert_element_type(array, array.dtype)
+    if array.shape != variable.shape and not (variable.on_read and array.shape[1:] == variable.shape and array.ndim):
+        raise _errors.assigned_shape(variable, array, method)
+    return array
+
+
+def host_write(variable: Variable, value: jax.Array) -> None:
+    """A new value from host code; an on-read variable takes one value for all components, or all components at once."""
+    value = jnp.array(value, copy=True)  # laying out may share memory with the user's array, and ours gets donated
+    if variable.on_read and value.ndim == len(variable.shape) + 1:
+        variable._array = jax.device_put(value, variable.placement.split)
+    else:
+        variable._array = rest(variable, value)
+    variable._shared = False
+
+
+def host_value(variable: Variable) -> jax.Array:
+    """What host code sees: the common value, or the components combined."""
+    if not variable.on_read:
+        Exports.count += 1
+        variable._shared = True
+        return variable._array
+    return _combine(variable, variable._array)
+
+
+def _combine(variable: Variable, stacked: jax.Array) -> jax.Array:
+    match variable.aggregation:
+        case VariableAggregation.SUM:
+            return jnp.sum(stacked, axis=0, dtype=stacked.dtype)
+        case VariableAggregation.MEAN:
+            return jnp.mean(stacked, axis=0)
+        case VariableAggregation.ONLY_FIRST_REPLICA:
+            return stacked[0]
+    raise _errors.on_read_none(variable)
+
+
+def stacked(variable: Variable) -> jax.Array:
+    """All components of an on-read variable, as one array."""
+    Exports.count += 1
+    variable._shared = True
+    return variable._array
+
+
+def components(variable: Variable) -> tuple[jax.Array, ...]:
+    """One array per local replica, on its own device."""
+    Exports.count += 1
+    variable._shared = True
+    if variable.on_read:
+        return tuple(block[0] for block in _blocks(variable._array))
+    by_device = {shard.device: shard.data for shard in variable._array.addressable_shards}
+    devices = variable.placement.local_devices
+    if all(device in by_device for device in devices):
+        whole = [by_device[device] for device in devices]
+        if whole[0].shape == variable.shape:
+            return tuple(whole)
+    return (variable._array,) * (len(devices) if variable.placement.parameter_device is None else 1)
+
+
+def unshare(variable: Variable) -> None:
+    """Makes sure nobody else holds the array, so that it can be donated."""
+    if variable._shared:
+        variable._array = jnp.copy(variable._array)
+        variable._shared = False
+
+
+def stand_in(variable: Variable) -> jax.Array:
+    """An array with the shape one replica sees, to be recognised as this variable in a traced program."""
+    if variable.on_read:
+        return variable._array.addressable_shards[0].data
+    return variable._array

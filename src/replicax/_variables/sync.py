@@ -1,0 +1,98 @@
+"""How do the copies of a variable stay equal? The rules of synchronization x aggregation, in one place.
+
+==================  =========================================  ==========================================
+assign(x) in ...    ON_WRITE (mirrored)                        ON_READ (one component per replica)
+==================  =========================================  ==========================================
+a replica, NONE     x, which must be equal on every replica    this replica's component becomes x
+a replica, SUM      sum of x over replicas                     likewise
+a replica, MEAN     mean of x over replicas                    likewise
+a replica, FIRST    replica 0's x                              likewise
+across replicas     x, which must not be per-replica           each component x; under SUM x / N
+an update fn        x, this component                          x, this component
+==================  =========================================  ==========================================
+"""
+
+from __future__ import annotations
+
+import numbers
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from replicax import _errors
+from replicax._context import Kind, Mode
+from replicax._options import ReduceOp, VariableAggregation, VariableSynchronization
+from replicax._values import PerReplica
+
+if TYPE_CHECKING:
+    from replicax._variables.variable import Variable
+
+SUM, MEAN, NONE = VariableAggregation.SUM, VariableAggregation.MEAN, VariableAggregation.NONE
+FIRST = VariableAggregation.ONLY_FIRST_REPLICA
+
+
+def parse_synchronization(word: VariableSynchronization | str | None, name: str) -> VariableSynchronization:
+    """ON_WRITE or ON_READ, from what the user wrote."""
+    sync = VariableSynchronization
+    if word is None:
+        return sync.ON_WRITE
+    if isinstance(word, str) and word.upper() in sync.__members__:
+        word = sync[word.upper()]
+    if word is sync.NONE:
+        raise _errors.synchronization_none(name)
+    if not isinstance(word, sync):
+        raise _errors.invalid_mode("synchronization", word, name, list(sync.__members__))
+    return sync.ON_WRITE if word is sync.AUTO else word
+
+
+def parse_aggregation(word: VariableAggregation | str | None, name: str) -> VariableAggregation:
+    if word is None:
+        return NONE
+    if isinstance(word, str) and word.upper() in VariableAggregation.__members__:
+        return VariableAggregation[word.upper()]
+    if not isinstance(word, VariableAggregation):
+        raise _errors.invalid_mode("aggregation", word, name, list(VariableAggregation.__members__))
+    return word
+
+
+def combined(variable: Variable, value: Any, mode: Mode | None, method: str) -> Any:
+    """The value that the copies take, once all replicas have had their say."""
+    if mode is not None and mode.kind is Kind.UPDATE:
+        return _single(variable, value, method)
+    if mode is None or mode.replica is None:
+        return _from_across(variable, value, method)
+    if variable.on_read or mode.ledger is None:
+        return _single(variable, value, method)
+    aggregation = variable.aggregation
+    if aggregation is NONE:
+        return value
+    if isinstance(value, numbers.Number):
+        if aggregation is SUM and mode.strategy.num_replicas_in_sync > 1:
+            raise _errors.sum_of_a_number(variable, value, method)
+        return value
+    if aggregation is FIRST:
+        return mode.ledger.first(value)
+    return mode.ledger.all_reduce(ReduceOp.from_variable_aggregation(aggregation), value, None)
+
+
+def _from_across(variable: Variable, value: Any, method: str) -> Any:
+    value = _single(variable, value, method)
+    if not variable.on_read:
+        return value
+    if variable.aggregation is SUM:
+        if method != "assign":
+            raise _errors.on_read_sum_from_across(variable, method)
+        return jnp.asarray(value) / variable.strategy.num_replicas_in_sync
+    return value
+
+
+def _single(variable: Variable, value: Any, method: str) -> Any:
+    if isinstance(value, PerReplica):
+        raise _errors.per_replica_assigned(variable, value, method)
+    return value
+
+
+def trainable(explicit: bool | None, synchronization: VariableSynchronization) -> bool:
+    if explicit is None:
+        return synchronization is not VariableSynchronization.ON_READ
+    return explicit
