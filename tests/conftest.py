@@ -6,8 +6,7 @@ before: no new thread, no changed environment variable, no new file in the worki
 
 import os
 
-os.environ.setdefault("NPROC", "16")
-os.environ.setdefault("REPLICAX_HOST_TUNING", "0")
+os.environ |= {"JAX_PLATFORMS": "cpu", "NPROC": "16", "REPLICAX_HOST_TUNING": "0"}
 
 import threading
 import time

@@ -1,0 +1,50 @@
+# What do I type? `make` builds .venv, `make help` lists the rest. `make test ARGS="tests/test_host.py -x"` passes arguments on.
+
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+# The first Python that is new enough. Choose another with `make PYTHON=python3.13`.
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+
+# Downloads may be slow; they happen once, until pins or extras change.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 10 --timeout 180
+
+.DEFAULT_GOAL := install
+.PHONY: install demo test check format docs bench clean help
+
+install: $(VENV)/.installed  ## build .venv with everything the tests and the docs use (default)
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "replicax needs Python 3.11 or newer: make PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) --constraint constraints.txt --editable ".[dev,docs]"
+	touch $@
+
+demo: install  ## train a small network on several replicas of this machine
+	$(BIN)/replicax demo $(ARGS)
+
+test: install  ## run the tests; slow ones with ARGS=--slow
+	$(BIN)/python -m pytest $(ARGS)
+
+check: install  ## lint, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: install  ## put the code into the form that `check` wants
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: install  ## build the site into site/; a broken link is an error
+	$(BIN)/mkdocs build --strict --quiet
+
+bench: install  ## measure the step against hand-written JAX
+	$(BIN)/replicax bench $(ARGS)
+
+clean:  ## remove what the other targets made
+	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 10
