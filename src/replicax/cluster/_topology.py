@@ -25,6 +25,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
+from replicax._devices import local_devices_default
 from replicax._errors import TopologyError, message
 
 Coordinates = tuple[int, ...]
@@ -99,7 +100,7 @@ class Topology:
         >>> Topology.from_devices(jax.devices()[:1])
         Topology(1x1x1x1, 1 host with 1 core)
         """
-        hosts = devices_by_host(jax.local_devices() if devices is None else devices)
+        hosts = devices_by_host(local_devices_default() if devices is None else devices)
         if len({len(host) for host in hosts}) > 1:
             raise _unequal_hosts(hosts)
         flat = [device for host in hosts for device in host]

@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 
 import jax
 
+from replicax._devices import local_devices_default
 from replicax.cluster._roles import CHIEF, WORKER, id_in_cluster
 from replicax.cluster._spec import ClusterSpec
 
@@ -125,10 +126,11 @@ class ClusterResolver(abc.ABC):
         return Found()
 
     def _devices_of(self, task_type: str | None, task_id: int | None) -> Sequence[jax.Device]:
+        own = local_devices_default()
         if task_type is None or task_id is None:
             return jax.devices()
         if (task_type, task_id) == (self.task_type, self.task_id):
-            return jax.local_devices()
+            return own
         if task_type not in (CHIEF, WORKER) or jax.process_count() == 1:
             return []
         process = id_in_cluster(self.cluster_spec(), task_type, task_id)

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import jax
 
+from replicax._devices import local_devices_default
 from replicax._errors import ClusterError, NotAvailableError, SchedulerError, message
 from replicax.cluster._resolvers.base import ClusterResolver, Found, task_url
 from replicax.cluster._roles import WORKER
@@ -138,8 +139,9 @@ class TPUClusterResolver(ClusterResolver):
         Raises:
           SchedulerError: If the processes of the slice are not connected, or have different numbers of devices.
         """
+        own = local_devices_default()
         if self.is_local:
-            return system_metadata(jax.local_devices(), self._topology)
+            return system_metadata(own, self._topology)
         hosts = self.cluster_spec().num_tasks(self._job_name)
         if jax.process_count() != hosts:
             raise _not_connected(hosts, jax.process_count())
