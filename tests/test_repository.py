@@ -16,8 +16,8 @@ MACHINE_PATHS = re.compile(r"(?<![\w.:/~$}-])/(home|root|work|opt|mnt|srv|Users)
 
 
 def tracked() -> list[str]:
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
-    return [name for name in listed.split("\0") if name and (REPOSITORY / name).is_file()]
+    git = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    return [name for name in git.stdout.split("\0") if name and (REPOSITORY / name).is_file()]
 
 
 @pytest.mark.parametrize("pattern", [HOSTS, INDEX_OPTIONS, MACHINE_PATHS], ids=["hosts", "index-options", "paths"])
