@@ -13,12 +13,14 @@ from replicax._context import in_cross_replica_context as in_cross_replica_conte
 from replicax._cross.slices import IndexedSlices as IndexedSlices
 from replicax._errors import ContextError as ContextError
 from replicax._errors import LocalityError as LocalityError
+from replicax._locality import assert_mirrored as assert_mirrored
 from replicax._options import CommunicationImplementation as CommunicationImplementation
 from replicax._options import CommunicationOptions as CommunicationOptions
 from replicax._options import ReduceOp as ReduceOp
 from replicax._options import RunOptions as RunOptions
 from replicax._options import VariableAggregation as VariableAggregation
 from replicax._options import VariableSynchronization as VariableSynchronization
+from replicax._run.function import function as function
 from replicax._strategy.base import Strategy as Strategy
 from replicax._strategy.mirrored import MirroredStrategy as MirroredStrategy
 from replicax._strategy.one_device import OneDeviceStrategy as OneDeviceStrategy

@@ -630,3 +630,14 @@ def _short(value: Any) -> str:
         return f"{dtype}{list(shape)}"
     text = repr(value)
     return text if len(text) <= 120 else text[:117] + "..."
+
+
+def per_replica_initial_value(fn: Any, variable: Any, origin: Any) -> LocalityError:
+    return LocalityError(
+        message(
+            f"`{_name(fn)}` makes the variable {variable.name!r} from a value that differs between replicas",
+            [f"it became per-replica at {origin.site}: {origin.why}" if origin.site else f"because {origin.why}"],
+            "All copies of a variable start equal.",
+            ['reduce the value first, or start from a constant and assign in a synchronization="on_read" variable'],
+        )
+    )

@@ -6,6 +6,7 @@ reason why no public name would do. A new JAX release that breaks replicax break
 
 import sys
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from jax._src import array, config, core, xla_bridge
@@ -84,19 +85,17 @@ ConcreteArray = array.ArrayImpl
 """The class of every concrete array; `jax.Array` is an interface that tracers answer to as well."""
 
 
-def inside_jit(outer: Any) -> bool:
-    """Whether a `jax.jit` of the user's own is being traced inside `outer`. (Loops, branches and gradients are not.)
+def inside_jit(outer: Any, entry: CodeType) -> bool:
+    """Whether a `jax.jit` of the user's own is being traced inside the trace `outer`, which `entry` is the code of.
 
-    Such a function keeps its traced form between calls, with whatever variables it saw the first time.
+    Loops, branches and gradients are traced anew each time and do no harm; a jitted function keeps its traced form between
+    calls, with whatever tracers of ours it saw the first time. JAX does not tell them apart, but its stack does.
     """
     if core.trace_ctx.trace is outer:
         return False
     frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "_create_pjit_jaxpr" or (code.co_name == "_trace_to_jaxpr" and "pjit" in code.co_filename):
+    while frame is not None and frame.f_code is not entry:
+        if frame.f_code.co_name == "_trace_for_jit":
             return True
-        if code.co_name == "body" and code.co_filename.endswith("_run/trace.py"):
-            return False
         frame = frame.f_back
     return False

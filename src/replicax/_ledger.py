@@ -24,6 +24,7 @@ it was written, a result.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -33,7 +34,7 @@ from jax import lax
 
 from replicax import _context, _errors, _jax
 from replicax._context import Kind, Mode
-from replicax._cross import in_step
+from replicax._cross import host, in_step
 from replicax._locality import Site, call_site
 from replicax._options import CommunicationOptions, ReduceOp, VariableAggregation
 from replicax._placement import AXIS
@@ -54,6 +55,13 @@ class Restart(Exception):
         self.variable = variable
 
 
+class OtherStrategy(Exception):
+    """The program under way was traced for the default strategy and turned out to belong to this one."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+
+
 class Cell:
     """One variable during one trace: its present value, held directly or in a Ref."""
 
@@ -65,9 +73,12 @@ class Cell:
 
 
 class TracedLedger:
-    def __init__(self, strategy: Strategy, referenced: set[Variable], created: list[Variable]) -> None:
+    def __init__(
+        self, strategy: Strategy, entry: CodeType, referenced: set[Variable], created: list[Variable]
+    ) -> None:
         self.strategy = strategy
         self.placement = strategy.placement
+        self.entry = entry
         self.referenced = referenced
         self.created = created
         self.creations = 0
@@ -82,6 +93,7 @@ class TracedLedger:
     # -- variables
 
     def read(self, variable: Variable) -> Any:
+        self.refuse_foreign_jit(variable, "read")
         cell = self.cells.get(variable) or self._open(variable)
         return cell.now if cell.ref is None else cell.ref[...]
 
@@ -98,6 +110,7 @@ class TracedLedger:
         return self.all_reduce(op, component, None).astype(variable.dtype)
 
     def write(self, variable: Variable, value: Any) -> None:
+        self.refuse_foreign_jit(variable, "assign")
         cell = self.cells.get(variable) or self._open(variable)
         value = lax.stop_gradient(value)
         if cell.ref is not None:
@@ -109,8 +122,8 @@ class TracedLedger:
         self.writes[variable] = call_site()
 
     def _open(self, variable: Variable) -> Cell:
-        if _jax.inside_jit(self.trace):
-            raise _errors.foreign_jit(variable, "read")
+        if variable.strategy is not self.strategy and self.is_default_cross():
+            raise OtherStrategy(variable.strategy)
         array = storage.stand_in(variable)
         self.stand_ins[id(array)] = (variable, array)
         with _jax.in_trace(self.trace):
@@ -120,6 +133,15 @@ class TracedLedger:
             ref = jax.new_ref(now, kind="no_grad_no_remat") if variable in self.referenced else None
         cell = self.cells[variable] = Cell(now, ref)
         return cell
+
+    def refuse_foreign_jit(self, variable: Variable, method: str) -> None:
+        """A `jax.jit` inside the step would keep our tracers and hand them to the next trace."""
+        if _jax.inside_jit(self.trace, self.entry):
+            raise _errors.foreign_jit(variable, method)
+
+    def is_default_cross(self) -> bool:
+        mode = _context.current()
+        return mode is not None and mode.replica is None and self.strategy is _context.default_strategy()
 
     def final(self, variable: Variable) -> Any:
         cell = self.cells[variable]
@@ -133,7 +155,9 @@ class TracedLedger:
             return self.created[index]
         initial = kwargs.get("initial_value")
         if callable(initial) and not hasattr(initial, "shape"):
-            initial = initial()
+            with jax.ensure_compile_time_eval():
+                initial = initial()
+            kwargs = kwargs | {"initial_value": initial}
         if isinstance(initial, jax.core.Tracer):
             kwargs = kwargs | {"initial_value": np.zeros(initial.shape, initial.dtype)}
         with jax.ensure_compile_time_eval():
@@ -158,6 +182,16 @@ class TracedLedger:
     def all_gather(self, value: PyTree, axis: int, options: CommunicationOptions | None) -> PyTree:
         return in_step.all_gather(self.placement, value, axis)
 
+    def reduce_across(self, op: ReduceOp, value: PerReplica, axes: tuple[int, ...] | None) -> Any:
+        """`strategy.reduce` in cross-replica code of this run."""
+        return host.reduce_local(
+            lambda which, x: self.all_reduce(which, x, None), op, value.data, axes
+        )
+
+    def gather_across(self, value: PerReplica, axis: int) -> Any:
+        """`strategy.gather` in cross-replica code of this run."""
+        return in_step.all_gather(self.placement, value.data, axis)
+
     def components(self, value: PerReplica) -> list[Any]:
         """A per-replica value opened in cross-replica code: the component of every replica."""
         return in_step.stack(self.placement, value.data)
@@ -180,6 +214,10 @@ class TracedLedger:
             tree,
             is_leaf=lambda leaf: isinstance(leaf, PerReplica),
         )
+
+    def belongs_to(self, strategy: Strategy) -> None:
+        """Cross-replica code traced for the default strategy met a verb of another one: it is that one's code."""
+        raise OtherStrategy(strategy)
 
     # -- padding
 

@@ -95,19 +95,7 @@ def _reduction(
         return in_step.all_reduce(algorithm, placement, which, x, options)
 
     def body(x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        x = x[0] if form == STACKED else x
-        if axis is None:
-            return all_reduce(op, x)
-        rows = None
-        if mask is not None and 0 in [a % x.ndim for a in axis]:
-            rows = (jnp.arange(x.shape[0]) < mask[0, 0]).reshape((-1,) + (1,) * (x.ndim - 1))
-        if op is not ReduceOp.MEAN:
-            return all_reduce(op, _along(op, x, axis, rows))
-        count = jnp.asarray(math.prod(x.shape[a] for a in axis))
-        if rows is not None:
-            count = jnp.asarray(math.prod(x.shape[a] for a in axis if a % x.ndim)) * mask[0, 0]
-        total, number = all_reduce(ReduceOp.SUM, (_along(ReduceOp.SUM, x, axis, rows), count))
-        return total / number
+        return reduce_local(all_reduce, op, x[0] if form == STACKED else x, axis, None if mask is None else mask[0, 0])
 
     return jax.jit(
         jax.shard_map(
@@ -119,6 +107,27 @@ def _reduction(
             axis_names={AXIS},
         )
     )
+
+
+def reduce_local(
+    all_reduce: Callable[[ReduceOp, Any], Any],
+    op: ReduceOp,
+    x: jax.Array,
+    axis: tuple[int, ...] | None,
+    valid: Any = None,
+) -> jax.Array:
+    """One replica's part in a reduction: first along `axis`, then over the replicas; only the first `valid` rows count."""
+    if axis is None:
+        return all_reduce(op, x)
+    by_row = valid is not None and 0 in [a % x.ndim for a in axis]
+    rows = (jnp.arange(x.shape[0]) < valid).reshape((-1,) + (1,) * (x.ndim - 1)) if by_row else None
+    if op is not ReduceOp.MEAN:
+        return all_reduce(op, _along(op, x, axis, rows))
+    count = jnp.asarray(math.prod(x.shape[a] for a in axis))
+    if by_row:
+        count = math.prod(x.shape[a] for a in axis if a % x.ndim) * valid
+    total, number = all_reduce(ReduceOp.SUM, (_along(ReduceOp.SUM, x, axis, rows), count))
+    return total / number
 
 
 @functools.lru_cache(maxsize=64)

@@ -47,6 +47,19 @@ def run(step: Step, placement: Placement, values: Sequence[Any], cut: Sequence[b
     )(*values)
 
 
+def initial_values(step: Step, placement: Placement, values: Sequence[Any], cut: Sequence[bool]) -> list[Any]:
+    """What the variables made in the step start from."""
+    function = jex.jaxpr_as_fun(jex.ClosedJaxpr(step.initial, []))
+    return jax.shard_map(
+        lambda *inputs: function(*inputs),
+        mesh=placement.mesh,
+        in_specs=tuple(CUT if c else WHOLE for c in cut),
+        out_specs=WHOLE,
+        check_vma=False,
+        axis_names={AXIS},
+    )(*values)
+
+
 def without_needless_reduces(step: Step) -> Any:
     """The step's jaxpr with each mean, min, max or first of already mirrored values replaced by those values.
 

@@ -78,11 +78,11 @@ class Program:
                 new, out = self._compiled(
                     [v._array for v in written], (), [v._array for v in self._read], self._constants, args, kwargs
                 )
-            except _Unseen:
-                self._learn(args, kwargs)
-                return self(args, kwargs)
-            except ValueError as error:
-                return self(*self._placed(args, kwargs, error))
+            except (_Unseen, ValueError) as error:
+                trouble = error
+                new = None
+            if new is None:
+                return self(*self._overcome(trouble, args, kwargs))
             for variable, array in zip(written, new, strict=True):
                 variable._array = array
         return _with_statics(out) if self._returns_statics else out
@@ -108,14 +108,21 @@ class Program:
                 [self._bring(v) for v in self._written], donated, [self._bring(v) for v in self._read],
                 self._constants, rest, kwargs,
             )  # fmt: skip
-        except _Unseen:
-            self._learn(args, kwargs)
-            return self(args, kwargs)
-        except ValueError as error:
-            return self(*self._placed(args, kwargs, error))
+        except (_Unseen, ValueError) as error:
+            trouble = error
+            new = None
+        if new is None:
+            return self(*self._overcome(trouble, args, kwargs))
         for variable, array in zip(self._written, new, strict=True):
             self._send(variable, array)
         return _with_statics(out) if self._returns_statics else out
+
+    def _overcome(self, trouble: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Does what is needed for the same call to go through: traces it, or moves its arguments to our devices."""
+        if isinstance(trouble, _Unseen):
+            self._learn(args, kwargs)
+            return args, kwargs
+        return self._placed(args, kwargs, trouble)
 
     def _rests_here(self, variable: Variable) -> bool:
         return variable.placement.mesh is self.placement.mesh and variable.placement.parameter_device is None
@@ -150,7 +157,7 @@ class Program:
             args[i] = arg
         return tuple(args)
 
-    def _placed(self, args: PyTree, kwargs: PyTree, error: ValueError) -> tuple[Any, Any]:
+    def _placed(self, args: PyTree, kwargs: PyTree, error: Exception) -> tuple[Any, Any]:
         """The arguments once more, mirrored over the replicas' devices, if their devices were the trouble."""
         if "incompatible devices" not in str(error):
             raise error
@@ -196,9 +203,11 @@ class Program:
         grown = len(written) != len(self._written) or read != self._read
         self._written, self._read = list(written), read
         self._direct = all(self._rests_here(v) for v in [*self._written, *self._read])
-        if self._compiled is _unseen or grown or self._hoist(step):
+        if self._hoist(step) or grown or self._compiled is _unseen:
             self._compiled = self._build()
         self._take_back_exports()
+        if step.created:
+            self._initialise(step, leaves)
 
     def _hoist(self, step: Step) -> bool:
         known = {id(constant) for constant in self._hoisted}
@@ -226,6 +235,18 @@ class Program:
         return jax.jit(entry, donate_argnums=(0, 1))
 
     def _emit(self, step: Step, arrays: dict[Variable, Any], constants: list[Any], leaves: list[Any]) -> Any:
+        values, cut = self._inputs(step, arrays, constants, leaves)
+        results, new = emit.run(step, self.placement, values, cut)
+        new_of = dict(zip(step.written, new, strict=True))
+        return (
+            [self._at_rest(v, new_of.get(v, arrays[v])) for v in self._written],
+            jax.tree.unflatten(step.tree, [_result(step, r, results, leaves) for r in step.results]),
+        )
+
+    def _inputs(
+        self, step: Step, arrays: dict[Variable, Any], constants: list[Any], leaves: list[Any]
+    ) -> tuple[list[Any], list[bool]]:
+        """One array for each source of the step, and whether it is cut over the replicas."""
         hoisted = {id(item): array for item, array in zip(self._hoisted, constants, strict=True)}
         values, cut = [], []
         for source in step.sources:
@@ -239,12 +260,15 @@ class Program:
                 case _:
                     values.append(hoisted.get(id(source.item), source.item))
                     cut.append(False)
-        results, new = emit.run(step, self.placement, values, cut)
-        new_of = dict(zip(step.written, new, strict=True))
-        return (
-            [self._at_rest(v, new_of.get(v, arrays[v])) for v in self._written],
-            jax.tree.unflatten(step.tree, [_result(step, r, results, leaves) for r in step.results]),
-        )
+        return values, cut
+
+    def _initialise(self, step: Step, leaves: list[Any]) -> None:
+        """Computes, once, the first values of variables that the step made."""
+        arrays = {variable: self._bring(variable) for variable in step.variables}
+        values, cut = self._inputs(step, arrays, self._constants, leaves)
+        program = jax.jit(lambda values: emit.initial_values(step, self.placement, values, cut))
+        for variable, value in zip(step.created, program(values), strict=True):
+            storage.host_write(variable, value)
 
     def _at_rest(self, variable: Variable, array: Any) -> Any:
         """Leaves a variable in its own layout, if that is not simply one copy per device."""

@@ -17,6 +17,7 @@ results differ between replicas. `program.py` makes a compiled program of it.
 from __future__ import annotations
 
 import dataclasses
+import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,13 +30,18 @@ from replicax._context import Kind, Mode, ReplicaContext
 from replicax._ledger import Restart, TracedLedger
 from replicax._placement import AXIS
 from replicax._run import arguments
-from replicax._values import ROWS, STACKED, TRACED, PerReplica, is_per_replica
+from replicax._values import STACKED, TRACED, PerReplica, is_per_replica
 
 if TYPE_CHECKING:
     from replicax._strategy.base import Strategy
     from replicax._variables.variable import Variable
 
 PyTree = Any
+_CONCRETE_NEEDED = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.TracerArrayConversionError,
+)
 VARIABLE, ARGUMENT, CONSTANT = "variable", "argument", "constant"
 
 
@@ -77,6 +83,11 @@ class Step:
     averages_padding: _locality.Site | None
     """Where rows were combined although nobody asked which of them are real."""
 
+    created: tuple[Variable, ...] = ()
+    """Variables that this trace made from traced values ..."""
+    initial: Any = None
+    """... and the part of the step that computes those values."""
+
     def spreads(self, output: int) -> bool:
         """Whether result `output` is laid over the replicas."""
         return self.differs[output] or self.wrapped[output]
@@ -108,12 +119,10 @@ def trace(strategy: Strategy, fn: Callable[..., Any], kind: Kind, args: Any, kwa
             break
         except Restart as restart:
             memory.referenced.add(restart.variable)
-        except (
-            jax.errors.ConcretizationTypeError,
-            jax.errors.TracerIntegerConversionError,
-            jax.errors.TracerArrayConversionError,
-        ) as error:
-            raise _errors.traced_value_used(fn, error, _locality.site_of(error)) from error
+        except TypeError as error:
+            if not isinstance(error, _CONCRETE_NEEDED) and "concrete value" not in str(error):
+                raise
+            raise _errors.traced_value_used(fn, error, _site_of(error)) from error
     return recording.step(closed, in_specs)
 
 
@@ -123,7 +132,6 @@ class Memory:
 
     referenced: set[Variable] = dataclasses.field(default_factory=set)
     created: list[Variable] = dataclasses.field(default_factory=list)
-    initialise: Callable[[Any], None] | None = None
 
 
 class _Recording:
@@ -137,7 +145,7 @@ class _Recording:
         self.memory = memory
 
     def body(self, leaves: list[Any]) -> list[Any]:
-        self.ledger = ledger = TracedLedger(self.strategy, self.memory.referenced, self.memory.created)
+        self.ledger = ledger = TracedLedger(self.strategy, _Recording.body.__code__, self.memory.referenced, self.memory.created)
         args, kwargs = self._arguments(leaves)
         if self.kind is Kind.REPLICA:
             mode = Mode(self.strategy, self.kind, ledger, ReplicaContext(self.strategy, None, ledger))
@@ -181,10 +189,8 @@ class _Recording:
         (equation,) = [eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map"]
         jaxpr = equation.params["jaxpr"]
         sources = self._sources(closed, equation)
-        created = list(self.ledger.initial)
-        if created:
-            self._set_initialiser(jaxpr, sources, len(created))
-            jaxpr = jaxpr.replace(outvars=jaxpr.outvars[: -len(created)])
+        made = len(self.ledger.initial)
+        initial = jaxpr.replace(outvars=jaxpr.outvars[-made:]) if made else None
         states = self._states(sources, in_specs)
         if self.strategy.placement.replicas == 1:
             differs, mirrored_reduces = (False,) * self.outputs, frozenset()
@@ -193,6 +199,8 @@ class _Recording:
             self._refuse(analysis)
             differs = tuple(_locality.origin_of(state) is not None for state in analysis.outs[: self.outputs])
             mirrored_reduces = analysis.mirrored_reduces
+        if made:
+            jaxpr = jaxpr.replace(outvars=jaxpr.outvars[:-made])
         row_masks, averages_padding = self._rows(jaxpr, sources)
         cut = frozenset(i for i, spec in enumerate(in_specs) if spec == PartitionSpec(AXIS))
         return Step(
@@ -234,6 +242,11 @@ class _Recording:
             origin = _locality.origin_of(state)
             if origin is not None and not variable.on_read:
                 raise _errors.unreduced_write(self.fn, variable, self.ledger.writes[variable], origin)
+        made = list(self.ledger.initial)
+        for variable, state in zip(made, analysis.outs[len(analysis.outs) - len(made) :], strict=True):
+            origin = _locality.origin_of(state)
+            if origin is not None:
+                raise _errors.per_replica_initial_value(self.fn, variable, origin)
 
     def _rows(self, jaxpr: Any, sources: Sequence[Source]) -> tuple[tuple[int | None, ...], _locality.Site | None]:
         """Which results still have the row axis of a padded batch, and whether padding was averaged."""
@@ -247,6 +260,11 @@ class _Recording:
         site = next((site for site in rows.reduced if site is not None), None)
         return carries, None if self.ledger.mask_consulted else site
 
-    def _set_initialiser(self, jaxpr: Any, sources: list[Source], count: int) -> None:
-        """Variables made in the step start from traced values: a program of their own computes those, once."""
-        raise NotImplementedError
+
+def _site_of(error: BaseException) -> _locality.Site | None:
+    """The user's line at which `error` was raised."""
+    site = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if _locality.is_users(frame.f_code.co_filename):
+            site = _locality.Site(frame.f_code.co_filename, line)
+    return site

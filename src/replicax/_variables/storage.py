@@ -39,9 +39,13 @@ def initial_array(initial: Any, dtype: Any, shape: Sequence[int] | None, name: s
         array = jnp.array(value, dtype=dtype, copy=True)
         if shape is not None and tuple(shape) != array.shape:
             array = jnp.broadcast_to(array, tuple(shape))
-        if array.weak_type:  # else the first step changes the type and the second call compiles again
+        if _is_weak(array):  # else the first step changes the type and the second call compiles again
             array = lax.convert_element_type(array, array.dtype)
         return array
+
+
+def _is_weak(array: Any) -> bool:
+    return getattr(array, "weak_type", False)  # arrays of random keys have no such thing
 
 
 def rest(variable: Variable, value: jax.Array) -> jax.Array:
@@ -60,7 +64,7 @@ def checked(variable: Variable, value: Any, method: str) -> jax.Array:
         if jnp.issubdtype(array.dtype, jnp.complexfloating) and not jnp.issubdtype(variable.dtype, jnp.complexfloating):
             raise _errors.assigned_dtype(variable, array, method)
         array = array.astype(variable.dtype)
-    if array.weak_type:
+    if _is_weak(array):
         array = lax.convert_element_type(array, array.dtype)
     if array.shape != variable.shape and not (variable.on_read and array.shape[1:] == variable.shape and array.ndim):
         raise _errors.assigned_shape(variable, array, method)

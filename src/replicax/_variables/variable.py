@@ -115,10 +115,11 @@ class Variable(metaclass=_Creating):
         In a replica its own copy; across replicas the common value, or for an on-read variable the components
         combined by its aggregation.
         """
+        mode = _context.current()
         for layer in reversed(_context.thread.overlays):
             if self in layer.values:
+                self._check_overlay(mode)
                 return layer.values[self]
-        mode = _context.current()
         if mode is None or mode.ledger is None:
             self._check_host("read")
             self._check_strategy(mode, "read")
@@ -200,6 +201,12 @@ class Variable(metaclass=_Creating):
     def _check_host(self, method: str) -> None:
         if _jax.is_staging():
             raise _errors.foreign_jit(self, method)
+
+    def _check_overlay(self, mode: Mode | None) -> None:
+        if mode is not None and mode.ledger is not None:
+            mode.ledger.refuse_foreign_jit(self, "read")
+        else:
+            self._check_host("read")
 
     def _check_strategy(self, mode: Mode | None, method: str) -> None:
         if mode is None or mode.strategy is self.strategy:
