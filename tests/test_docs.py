@@ -4,6 +4,8 @@ import doctest
 import importlib
 import pkgutil
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,16 @@ def test_interactive_examples_in_the_docs_run(page):
     )
 
     assert result.failed == 0
+
+
+@pytest.mark.processes
+def test_the_site_builds_without_a_broken_link(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+
+    built = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert 'id="replicax.MirroredStrategy"' in (tmp_path / "api" / "index.html").read_text()
 
 
 def test_the_loop_in_the_readme_runs():
