@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; 
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 10 --timeout 180
 
 .DEFAULT_GOAL := install
-.PHONY: install demo test check format docs bench clean help
+.PHONY: install demo test check lint layout types format docs bench clean help
 
 install: $(VENV)/.installed  ## build .venv with everything the tests and the docs use (default)
 
@@ -28,9 +28,15 @@ demo: install  ## train a small network on several replicas of this machine
 test: install  ## run the tests; slow ones with ARGS=--slow
 	$(BIN)/python -m pytest $(ARGS)
 
-check: install  ## lint, formatting and types
+check: lint layout types  ## lint, formatting and types
+
+lint: install
 	$(BIN)/ruff check .
+
+layout: install
 	$(BIN)/ruff format --check .
+
+types: install
 	$(BIN)/pyright
 
 format: install  ## put the code into the form that `check` wants
