@@ -4,9 +4,14 @@ The engine emits each reduction as one `jit` equation with a telling name. The n
 and rematerialisation, and says what the collectives inside amount to.
 """
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import JaxprEqn
+
+PyTree = Any
 
 REDUCE = "rx_reduce_"
 """Followed by sum, mean, min, max or first. Operand i is reduced into result i."""
@@ -34,17 +39,33 @@ def reduction_kind(eqn: JaxprEqn) -> str | None:
 # need: it names primals, never tangents, and compiles to nothing.
 
 
-def _named(*values: jax.Array) -> tuple[jax.Array, ...]:
-    return tuple(checkpoint_name(value, ASSERT) for value in values)
+def _named(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: checkpoint_name(jnp.asarray(leaf), ASSERT), tree)
 
 
 _named.__name__ = _named.__qualname__ = ASSERT
 _assert_mirrored = jax.jit(_named)
 
 
-def assert_mirrored(*values: jax.Array) -> tuple[jax.Array, ...]:
-    """The same values, taken as equal on all replicas by the analysis, whatever they were computed from.
+def assert_mirrored(value: PyTree) -> PyTree:
+    """The same value, which the analysis then takes as equal on all replicas, whatever it was computed from.
 
-    It is the user's word, not a check. What comes back through it under `grad` is not covered by it.
+    replicax proves that what a step writes to a mirrored variable is equal everywhere, and refuses what it cannot
+    prove, such as the answer of a host callback. Where you know better, say so. It is your word, not a check: if the
+    value does differ, the copies of the variable drift apart silently. A gradient that comes back through it
+    is not covered by it and has to be reduced as always.
+
+    Args:
+      value: An array or a tree of arrays, inside a replica function.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, replicax as rx
+      >>> from jax.experimental import io_callback
+      >>> def learning_rate():  # read by the host, so that the program does not show that it is equal everywhere
+      ...     return io_callback(lambda: jnp.float32(0.5), jax.ShapeDtypeStruct((), jnp.float32))
+      >>> def step():
+      ...     return rx.assert_mirrored(learning_rate())
+      >>> print(rx.MirroredStrategy(jax.devices()[:2]).run(step))
+      0.5
     """
-    return _assert_mirrored(*values)
+    return _assert_mirrored(value)

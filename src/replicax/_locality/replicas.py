@@ -35,7 +35,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 from replicax._locality.marks import ASSERT, REDUCE, mark_of, reduction_kind
 from replicax._locality.sites import Site
 from replicax._locality.states import MIRRORED, Differs, Mirrored, Origin, State
-from replicax._locality.walk import Scope, Walk, is_backward, is_differentiated
+from replicax._locality.walk import Scope, Walk, is_backward, is_differentiated, is_transformed
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,13 +253,13 @@ class _Replicas(Walk[State]):
 
 _SUMS = frozenset({"psum", "psum_invariant"})
 _CLEARING = _SUMS | {"pmax", "pmin", "all_gather", "all_gather_invariant", "pbroadcast"}
+# Not a source: `empty2`, with which `cond` fills the residuals of the branch that was not taken, and nobody reads them.
 _SOURCES = {
     "axis_index": "the replica id was read",
     "io_callback": "an io_callback may answer differently on each replica",
     "rng_uniform": "lax.rng_uniform draws from each device's own generator",
     "infeed": "each device is fed on its own",
     "empty": "memory that was not written to was read",
-    "empty2": "memory that was not written to was read",
     "empty_ref": "memory that was not written to was read",
 }
 _HARMLESS_EFFECTS = frozenset({"NamedAxisEffect", "ReadEffect", "WriteEffect", "AccumEffect"})
@@ -276,9 +276,10 @@ def _inside(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
 def _may_return_operands(eqn: JaxprEqn) -> bool:
     """Whether this is a reduction whose results, of mirrored operands, are the operands.
 
-    Not if JAX split it (other results than operands), nor if it changes the type, like the mean of integers.
+    Not if it changes the type, like the mean of integers. Nor if it was transformed: a differentiated one may return
+    residuals, a vmapped one may move axes, and by chance with the operands' types.
     """
-    if reduction_kind(eqn) not in ("mean", "min", "max", "first"):
+    if reduction_kind(eqn) not in ("mean", "min", "max", "first") or is_transformed(eqn):
         return False
     return bool(eqn.invars) and _types(eqn.invars) == _types(eqn.outvars)
 

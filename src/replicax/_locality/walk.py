@@ -242,6 +242,11 @@ def is_whole(eqn: JaxprEqn) -> bool:
     ]
 
 
+def is_transformed(eqn: JaxprEqn) -> bool:
+    """Whether `grad`, `vmap` or the like rewrote this equation: the name stack then reads "jvp(…)" or "vmap(…)"."""
+    return "(" in str(eqn.source_info.name_stack)
+
+
 def is_differentiated(eqn: JaxprEqn) -> bool:
     return "jvp(" in str(eqn.source_info.name_stack)
 
