@@ -149,6 +149,10 @@ class CheckpointMismatchError(CheckpointError, ValueError):
     """A saved value has another shape or dtype than the object it should go into."""
 
 
+class CheckpointDamagedError(CheckpointError):
+    """The files of a checkpoint are not those that were saved: changed, cut short, removed, or the save never ended."""
+
+
 class NotConsumedError(CheckpointError, AssertionError):
     """A restore left saved values unused or objects without a value, and the caller had asked for neither."""
 
@@ -639,5 +643,177 @@ def per_replica_initial_value(fn: Any, variable: Any, origin: Any) -> LocalityEr
             [f"it became per-replica at {origin.site}: {origin.why}" if origin.site else f"because {origin.why}"],
             "All copies of a variable start equal.",
             ['reduce the value first, or start from a constant and assign in a synchronization="on_read" variable'],
+        )
+    )
+
+
+class AbsentProcessError(ReplicaxError, TimeoutError):
+    """Another process did not come to a point where all must meet, within the deadline."""
+
+
+# -- Updates, destinations and colocation
+
+
+class ReduceOpError(ReplicaxError, AssertionError, ValueError):
+    """A word that says how to aggregate a variable where one that names a reduction is needed."""
+
+
+class ForeignVariableError(VariableError, AssertionError):
+    """What was to be updated is no variable, or none of this strategy."""
+
+
+class UpdateArgumentError(LocalityError, AssertionError):
+    """A value per replica where all components of a variable need the same one."""
+
+
+def aggregation_as_reduce_op(aggregation: Any) -> ReduceOpError:
+    return ReduceOpError(
+        message(
+            f"strategy.extended.reduce_to({aggregation}, value, destinations)",
+            why="An aggregation says what an assignment to a variable means; a reduction is named by rx.ReduceOp.",
+            instead=['"sum" or "mean"', "rx.ReduceOp.from_variable_aggregation(aggregation)"],
+        )
+    )
+
+
+def not_a_pair(pair: Any, rule: str) -> InputError:
+    return InputError(
+        message(
+            "strategy.extended.batch_reduce_to(op, value_destination_pairs)", [_short(pair)], rule,
+            ["[(gradient, variable), ...]"],
+        )
+    )  # fmt: skip
+
+
+def empty_destinations() -> DeviceError:
+    return DeviceError("destinations can not be empty: write a variable, a value or a device, or None for all replicas.")
+
+
+def not_a_destination(destinations: Any) -> DeviceError:
+    return DeviceError(
+        message(
+            "destinations must be one of a `DistributedValues` object, a variable, an array, a device or its name",
+            [_short(destinations)],
+            "It says on which devices the result should lie.",
+            ["the variable that the value updates", "'cpu:0' or jax.devices()[0]"],
+        )
+    )
+
+
+def destinations_as_a_list(destinations: Any) -> DeviceSpecError:
+    return DeviceSpecError(
+        message(
+            "strategy.extended takes one destination, not a list of them or none",
+            [_short(destinations)],
+            "What lies on several devices is itself a destination: a variable, or a value per replica.",
+            ["pass the variable or the value", "call it once for each device"],
+        )
+    )
+
+
+def broadcast_of_per_replica(value: Any) -> UpdateArgumentError:
+    return UpdateArgumentError(
+        message(
+            "broadcast of a value that differs per replica",
+            [_short(value)],
+            "One value goes to all devices; which of these is it?",
+            ['strategy.reduce("mean", value)', "strategy.experimental_local_results(value)[0]"],
+        )
+    )
+
+
+def update_of_no_variable(variable: Any) -> ForeignVariableError:
+    return ForeignVariableError(
+        message(
+            "strategy.extended.update(x, fn, ...): x is not an rx.Variable",
+            [_short(variable)],
+            instead=["strategy.extended.update_non_slot(devices, fn, ...) for state that belongs to no variable"],
+        )
+    )
+
+
+def update_of_foreign_variable(variable: Any, strategy: Any) -> ForeignVariableError:
+    return ForeignVariableError(
+        message(
+            f"strategy.extended.update({variable.name}, fn, ...): the variable belongs to another strategy",
+            [f"variable  {variable.strategy!r}", f"called on {strategy!r}"],
+            "Its copies lie where the strategy that was in force put them when it was made.",
+            ["make it inside `with strategy.scope():`"],
+        )
+    )
+
+
+def update_with_per_replica(call: str, path: str, value: Any) -> UpdateArgumentError:
+    return UpdateArgumentError(
+        message(
+            f"{call} got an argument that differs per replica",
+            [f"args{path}  {_short(value)}"],
+            "Every copy of the variable takes the same update, or they would drift apart.",
+            [
+                "reduce it to the variable first: strategy.extended.reduce_to(op, value, variable)",
+                'keep one per replica: rx.Variable(..., synchronization="on_read")',
+            ],
+        )
+    )
+
+
+def not_non_slot_devices(devices: Any) -> DeviceSpecError:
+    return DeviceSpecError(
+        message(
+            "strategy.extended.update_non_slot(devices, fn, ...) takes what non_slot_devices(variables) returned",
+            [_short(devices)],
+            "That is a tuple of devices.",
+            ["devices = strategy.extended.non_slot_devices(variables)"],
+        )
+    )
+
+
+def colocated_with_foreign(variable: Any, strategy: Any) -> VariableError:
+    return VariableError(
+        message(
+            "`colocate_vars_with` must only be passed a variable created in this tf.distribute.Strategy.scope(), not: "
+            f"{variable!r}",
+            [f"variable  {variable.strategy!r}", f"called on {strategy!r}"],
+            "Where it lies means nothing to this strategy.",
+            ["make it inside `with strategy.scope():`"],
+        )
+    )
+
+
+def colocated_with_some_devices(devices: Sequence[Any], all_of_them: Sequence[Any]) -> VariableError:
+    return VariableError(
+        message(
+            "colocate_vars_with(devices) with some of the strategy's devices",
+            [f"asked for  {list(map(str, devices))}", f"it has     {list(map(str, all_of_them))}"],
+            "A variable lies on all of them, so that every replica has a copy, or on one.",
+            ["colocate_vars_with(strategy.extended.worker_devices)", "colocate_vars_with(one_device)"],
+        )
+    )
+
+
+def colocated_with_nothing(beside: Any) -> VariableError:
+    return VariableError(
+        message(
+            "`colocate_vars_with` must only be passed a variable created in this tf.distribute.Strategy.scope(), not: "
+            f"{_short(beside)}",
+            why="It is no variable, and no device either.",
+            instead=["pass a variable, a device or what non_slot_devices(variables) returned"],
+        )
+    )
+
+
+def no_devices_by_default(what: str) -> ContextError:
+    return ContextError(
+        f"`{what}` of the default strategy: it is unsupported by default, as the default strategy places nothing. Make a "
+        'strategy that does, rx.OneDeviceStrategy("cpu:0") say, or ask jax.devices().'
+    )
+
+
+def locality_in_replica() -> ContextError:
+    return ContextError(
+        message(
+            "rx.locality(value) inside a replica",
+            why="Whether a value equals those of the other replicas is known when the whole step has been looked at.",
+            instead=["ask for what `strategy.run` returned", "rx.assert_mirrored(value) states that it is the same"],
         )
     )

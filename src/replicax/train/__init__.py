@@ -1,1 +1,7 @@
 """What does a training run need beyond a step? Checkpoints, and keeping the good ones."""
+
+from replicax.train._checkpoint import Checkpoint as Checkpoint
+from replicax.train._checkpoint import RestoreStatus as RestoreStatus
+from replicax.train._manager import CheckpointManager as CheckpointManager
+from replicax.train._manager import latest_checkpoint as latest_checkpoint
+from replicax.train._store import PendingSave as PendingSave

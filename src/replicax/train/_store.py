@@ -43,7 +43,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.typing import ArrayLike
 
-from replicax._errors import CheckpointError, CheckpointMismatchError, message
+from replicax._errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError, message
 
 MANIFEST = "manifest.json"
 FORMAT = "replicax checkpoint 1"
@@ -134,7 +134,7 @@ def save(
       metadata: Anything JSON can hold; `read_manifest` gives it back.
       then: Called once the checkpoint is on disk, in the thread that wrote it.
     """
-    _begin(path, arrays, metadata, then).run()
+    begin(path, arrays, metadata, then).run()
 
 
 def save_async(
@@ -144,7 +144,7 @@ def save_async(
     then: Callable[[], None] | None = None,
 ) -> "PendingSave":
     """Like `save`, in a thread. When it returns the save has copies, and the arrays may be donated or overwritten."""
-    pending = _begin(path, arrays, metadata, then)
+    pending = begin(path, arrays, metadata, then)
     pending.start()
     return pending
 
@@ -169,12 +169,16 @@ class PendingSave:
         return f"<PendingSave {str(self.path)!r}: {self.state}>"
 
     def start(self) -> None:
+        """Writes in a thread."""
         self._result = self._thread.submit(self._run_unwatched)
         self._thread.shutdown(wait=False)  # the thread ends with its one task
 
     def run(self) -> None:
+        """Writes here and now. One process writes; the others hold the same values."""
         arrays, self._arrays = self._arrays, {}
         try:
+            if jax.process_index() != 0:
+                return
             _write(self.path, arrays, self._metadata, self._say)
             self.state = "finished"
             if self._then is not None:
@@ -227,12 +231,13 @@ def _finish_saves_at_exit() -> None:
 threading._register_atexit(_finish_saves_at_exit)  # type: ignore[attr-defined]
 
 
-def _begin(
+def begin(
     path: StrPath,
     arrays: Mapping[str, ArrayLike],
-    metadata: Mapping[str, Any] | None,
-    then: Callable[[], None] | None,
+    metadata: Mapping[str, Any] | None = None,
+    then: Callable[[], None] | None = None,
 ) -> PendingSave:
+    """The first part of a save, for a caller who holds a lock while it lasts: takes the copies and writes nothing."""
     final = Path(path).absolute()
     if final in _under_way:
         raise _already_saving(_under_way[final])
@@ -432,7 +437,7 @@ def read_manifest(path: StrPath) -> Manifest:
     """What the checkpoint at `path` holds, without reading the arrays.
 
     Raises:
-      CheckpointError: If there is none, its save never finished, or the manifest was changed since.
+      CheckpointDamagedError: If there is none, its save never finished, or the manifest was changed since.
     """
     final = Path(path).absolute()
     try:
@@ -455,7 +460,7 @@ def verify(path: StrPath) -> Manifest:
     """Digests every file of a checkpoint and returns its manifest.
 
     Raises:
-      CheckpointError: Naming each file that was changed, cut short or removed, and the leaves in it.
+      CheckpointDamagedError: Naming each file that was changed, cut short or removed, and the leaves in it.
     """
     final, manifest = Path(path).absolute(), read_manifest(path)
     _require_whole(final, manifest, manifest.files)
@@ -473,26 +478,47 @@ def load(
       targets: What leaves should become. Shape and dtype must be those that were saved; the placement need not be.
 
     Raises:
-      CheckpointError: If a file that is needed was changed, cut short or removed, or a name was not saved.
+      CheckpointDamagedError: If a file that is needed was changed, cut short or removed.
+      CheckpointError: If a name was not saved.
       CheckpointMismatchError: If a leaf has another shape or dtype than its target, listing all that do.
     """
     final, manifest = Path(path).absolute(), read_manifest(path)
     targets = targets or {}
     wanted = list(names) if names is not None else list(targets or manifest.leaves)
     _require_saved(final, manifest, wanted)
+    require_match(final, manifest, [(name, targets[name]) for name in wanted if name in targets])
     _require_whole(final, manifest, manifest.files_of(wanted))
-    return load_verified(final, manifest, wanted, targets)
+    values = read_leaves(final, manifest, wanted)
+    return {name: place(value, targets.get(name)) for name, value in values.items()}
 
 
-def load_verified(
-    path: Path, manifest: Manifest, names: Sequence[str], targets: Mapping[str, Target]
-) -> dict[str, np.ndarray | jax.Array]:
-    """`load` for a caller who has just called `verify`: the files are not digested again, the values are."""
-    _require_match(path, manifest, {name: targets[name] for name in names if name in targets})
+def read_leaves(path: Path, manifest: Manifest, names: Sequence[str]) -> dict[str, np.ndarray | jax.Array]:
+    """Leaves as NumPy arrays (PRNG keys as keys), for a caller who has just digested the files with `verify`."""
     blobs = _read_blobs(path / manifest.folder, {manifest.leaves[name].place for name in names})
     hosts = {name: _unpack(manifest.leaves[name], blobs) for name in names}
     _require_same_values(path, manifest, hosts)
-    return {name: _place(host, manifest.leaves[name], targets.get(name)) for name, host in hosts.items()}
+    return {name: _with_key(host, manifest.leaves[name].key) for name, host in hosts.items()}
+
+
+def require_match(path: Path, manifest: Manifest, targets: Iterable[tuple[str, Target]]) -> None:
+    """Refuses saved leaves that have another shape or dtype than what they should go into, listing all of them."""
+    bad = []
+    for name, target in targets:
+        saved, wanted = str(manifest.leaves[name]), _describe(target.shape, target.dtype)
+        if saved != wanted:
+            bad.append(f"{name}  saved {saved}, wanted {wanted}")
+    if bad:
+        raise _mismatch(path, bad)
+
+
+def place(value: np.ndarray | jax.Array, target: Target | None) -> np.ndarray | jax.Array:
+    """`value` laid out as `target` is, if that says how."""
+    sharding = getattr(target, "sharding", None)
+    if sharding is None:
+        return value
+    if isinstance(value, jax.Array):  # a PRNG key, which cannot be indexed on the host
+        return jax.device_put(value, sharding)
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
 def _read_blobs(folder: Path, places: set[str | None]) -> dict[str, np.ndarray]:
@@ -518,30 +544,14 @@ def _unpack(leaf: Leaf, blobs: Mapping[str, np.ndarray]) -> np.ndarray:
     return np.frombuffer(blob.data, dtype, count, leaf.offset).reshape(leaf.shape).copy()
 
 
-def _place(host: np.ndarray, leaf: Leaf, target: Target | None) -> np.ndarray | jax.Array:
-    sharding = getattr(target, "sharding", None)
-    if leaf.key is not None:
-        key = jax.random.wrap_key_data(jnp.asarray(host), impl=leaf.key)
-        return key if sharding is None else jax.device_put(key, sharding)
-    if sharding is None:
-        return host
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+def _with_key(host: np.ndarray, key: str | None) -> np.ndarray | jax.Array:
+    return host if key is None else jax.random.wrap_key_data(jnp.asarray(host), impl=key)
 
 
 def _require_saved(path: Path, manifest: Manifest, names: Sequence[str]) -> None:
     unknown = [name for name in names if name not in manifest.leaves]
     if unknown:
         raise _not_saved(path, manifest, unknown)
-
-
-def _require_match(path: Path, manifest: Manifest, targets: Mapping[str, Target]) -> None:
-    bad = []
-    for name, target in targets.items():
-        saved, wanted = str(manifest.leaves[name]), _describe(target.shape, target.dtype)
-        if saved != wanted:
-            bad.append(f"{name}  saved {saved}, wanted {wanted}")
-    if bad:
-        raise _mismatch(path, bad)
 
 
 def _require_whole(path: Path, manifest: Manifest, files: Iterable[str]) -> None:
@@ -598,22 +608,22 @@ def _some(names: Sequence[str], most: int = 4) -> str:
 _USE_AN_OLDER_ONE = "use the newest whole one: `rx.CheckpointManager(checkpoint, directory).restore_latest()`"
 
 
-def _damaged(path: Path, bad: Sequence[str]) -> CheckpointError:
+def _damaged(path: Path, bad: Sequence[str]) -> CheckpointDamagedError:
     why = "These bytes are not the ones that were saved, so nothing was restored."
-    return CheckpointError(message(f"The checkpoint {path} is damaged", bad, why, [_USE_AN_OLDER_ONE]))
+    return CheckpointDamagedError(message(f"The checkpoint {path} is damaged", bad, why, [_USE_AN_OLDER_ONE]))
 
 
-def _no_manifest(path: Path) -> CheckpointError:
+def _no_manifest(path: Path) -> CheckpointDamagedError:
     there = path.is_dir()
     call = f"There is no checkpoint at {path}" if not there else f"The checkpoint {path} is incomplete"
     bad = [f"{path / MANIFEST}  is missing"] if there else []
     why = "The manifest is written last: either the save never finished, or the file was removed." if there else ""
-    return CheckpointError(message(call, bad, why, [_USE_AN_OLDER_ONE]))
+    return CheckpointDamagedError(message(call, bad, why, [_USE_AN_OLDER_ONE]))
 
 
-def _bad_manifest(path: Path) -> CheckpointError:
+def _bad_manifest(path: Path) -> CheckpointDamagedError:
     why = "Its content does not have the digest on its last line, so it was changed or cut short after the save."
-    return CheckpointError(
+    return CheckpointDamagedError(
         message(f"The checkpoint {path} is damaged", [f"{path / MANIFEST}"], why, [_USE_AN_OLDER_ONE])
     )
 

@@ -1,0 +1,332 @@
+"""Which checkpoints are kept, and which one is the newest good one? `CheckpointManager`.
+
+The directory is the only memory: `ckpt-<step>` is a checkpoint if it has a manifest, and metrics are in that manifest.
+A manager that starts in a directory therefore knows what its predecessor, killed at whatever moment, has left.
+"""
+
+import functools
+import glob
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+import numpy as np
+
+from replicax._errors import CheckpointDamagedError, CheckpointError, message
+from replicax.train import _store
+from replicax.train._checkpoint import Checkpoint
+from replicax.train._store import PendingSave, StrPath
+
+Better = Literal["max", "min"]
+
+
+class CheckpointManager:
+    """Saves as training goes along, deletes what is no longer needed, and finds the checkpoint to go on from.
+
+    ``restore_latest`` is what makes a job restartable: it goes to the newest checkpoint whose every byte is
+    the one that was saved. Whatever was cut short by a crash or damaged since is passed over with a warning that
+    names the file.
+
+    Args:
+      checkpoint: What is saved.
+      directory: Where; each checkpoint is a folder ``ckpt-<step>`` in it.
+      max_to_keep: How many checkpoints stay; None keeps all. A checkpoint is deleted once a newer one is on disk.
+      keep_best: ``("accuracy", "max")`` or ``("loss", "min")``: the `max_to_keep` best ones by that metric stay, and
+        the newest one in any case.
+      save_interval_steps: `save` skips steps that are closer than this to the last saved one.
+      async_save: Whether `save` returns while files are being written. If the disk is slower than the
+        training loop, the next `save` waits for the one before.
+      checkpoint_name: What stands before the step in the folder's name.
+      init_fn: Called by `restore_or_initialize` if there is nothing to restore.
+
+    >>> import tempfile, replicax as rx
+    >>> w = rx.Variable(0.0)
+    >>> with rx.CheckpointManager(rx.Checkpoint(w=w), tempfile.mkdtemp(), max_to_keep=2) as manager:
+    ...     for step in range(1, 6):
+    ...         _ = w.assign_add(1.0)
+    ...         _ = manager.save(step)
+    >>> manager.all_steps
+    [4, 5]
+    >>> _ = w.assign(0.0)
+    >>> manager.restore_latest(), float(w)
+    (5, 5.0)
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: StrPath,
+        max_to_keep: int | None = 5,
+        *,
+        keep_best: tuple[str, Better] | None = None,
+        save_interval_steps: int = 1,
+        async_save: bool = True,
+        checkpoint_name: str = "ckpt",
+        init_fn: Callable[[], object] | None = None,
+    ) -> None:
+        if max_to_keep is not None and max_to_keep < 1:
+            raise _bad_max_to_keep(max_to_keep)
+        if keep_best is not None and keep_best[1] not in ("max", "min"):
+            raise _bad_keep_best(keep_best)
+        self.checkpoint = checkpoint
+        self.max_to_keep = max_to_keep
+        self.keep_best = keep_best
+        self.save_interval_steps = save_interval_steps
+        self.async_save = async_save
+        self.init_fn = init_fn
+        self._directory = Path(directory).absolute()
+        self._name = checkpoint_name
+        self._pending: PendingSave | None = None
+        self._last_saved: int | None = None
+        self._damaged: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"<rx.CheckpointManager {str(self._directory)!r}: steps {self.all_steps}>"
+
+    def __enter__(self) -> "CheckpointManager":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.wait_until_finished()
+
+    # -- saving
+
+    def save(
+        self, step: int | None = None, metrics: Mapping[str, float] | None = None, *, force: bool = False
+    ) -> str | None:
+        """Saves the state as of `step`.
+
+        With several processes all of them call it, at the same step; the first one writes.
+
+        Args:
+          step: How many steps are done; by default one more than the last saved one.
+          metrics: Numbers that describe it; `keep_best` looks here.
+          force: Save even if the last saved step is closer than `save_interval_steps`.
+
+        Returns:
+          The path, or None if this step was skipped. While an asynchronous save runs there is nothing to read yet.
+
+        Raises:
+          CheckpointError: If this save, or the one before it, could not be written; if there is a checkpoint of a
+            later step, which `restore_latest` would prefer.
+        """
+        number = self._next_step() if step is None else int(step)
+        if not force and not self.should_save(number):
+            return None
+        self.wait_until_finished()
+        self._require_newest(number)
+        path = self._path(number)
+        notes = {"step": number, "metrics": _numbers(metrics, self.keep_best)}
+        pending = self.checkpoint.begin(path, notes, functools.partial(self._delete_old, number))
+        self._last_saved = number
+        self._damaged.discard(number)
+        if self.async_save:
+            self._pending = pending
+            pending.start()
+        else:
+            pending.run()
+        return os.fspath(path)
+
+    def should_save(self, step: int) -> bool:
+        """Whether `save(step)` would save, by `save_interval_steps`."""
+        last = self._last_saved if self._last_saved is not None else self.latest
+        return last is None or step < last or step >= last + self.save_interval_steps
+
+    def wait_until_finished(self, timeout: float | None = _store.SAVE_DEADLINE) -> None:
+        """Returns when everything that was saved is on disk; raises if it could not be written."""
+        pending = self._pending
+        if pending is None:
+            return
+        try:
+            pending.wait(timeout)
+        finally:
+            if pending.done():
+                self._pending = None
+
+    # -- what there is
+
+    @property
+    def directory(self) -> str:
+        """Where the checkpoints are."""
+        return os.fspath(self._directory)
+
+    @property
+    def all_steps(self) -> list[int]:
+        """The steps of all finished checkpoints, oldest first; without those that were found to be damaged."""
+        finished = [step for step, path in _numbered(self._directory, self._name) if _store.is_finished(path)]
+        return [step for step in finished if step not in self._damaged]
+
+    @property
+    def latest(self) -> int | None:
+        """The newest saved step."""
+        return max(self.all_steps, default=None)
+
+    @property
+    def best(self) -> int | None:
+        """The step with the best metric, by `keep_best`; the newest of equals; None if none has that metric."""
+        if self.keep_best is None:
+            raise _no_keep_best()
+        return next(iter(self._by_merit()), None)
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """The paths of all finished checkpoints, oldest first."""
+        return [os.fspath(self._path(step)) for step in self.all_steps]
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """The path of the newest checkpoint."""
+        return None if self.latest is None else os.fspath(self._path(self.latest))
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """What `save` was told about this step."""
+        return _store.read_manifest(self._path(step)).metadata["notes"]["metrics"]
+
+    # -- restoring
+
+    def restore_latest(self) -> int | None:
+        """Restores the newest checkpoint that is whole, and returns its step; None if nothing was ever saved.
+
+        Raises:
+          CheckpointDamagedError: If there are checkpoints and none of them is whole.
+          CheckpointMismatchError: If the newest whole one does not fit the objects.
+        """
+        self.wait_until_finished()
+        for step, path in reversed(_numbered(self._directory, self._name)):
+            try:
+                self.checkpoint.restore(path)
+            except CheckpointDamagedError as error:
+                self._damaged.add(step)
+                warnings.warn(f"Passed over: {_what_is_wrong(error)}", RuntimeWarning, stacklevel=2)
+            else:
+                self._last_saved = step
+                return step
+        damaged = [path.name for _, path in _numbered(self._directory, self._name) if _store.is_finished(path)]
+        if damaged:
+            raise _none_whole(self._directory, damaged)
+        return None
+
+    def restore_or_initialize(self) -> str | None:
+        """Restores the newest whole checkpoint and returns its path; without one calls `init_fn` and returns None."""
+        step = self.restore_latest()
+        if step is not None:
+            return os.fspath(self._path(step))
+        if self.init_fn is not None:
+            self.init_fn()
+        return None
+
+    # -- keeping and deleting
+
+    def _path(self, step: int) -> Path:
+        return self._directory / f"{self._name}-{step}"
+
+    def _next_step(self) -> int:
+        last = self._last_saved if self._last_saved is not None else self.latest
+        return 1 if last is None else last + 1
+
+    def _require_newest(self, step: int) -> None:
+        later = [other for other in self.all_steps if other > step]
+        if later:
+            raise _later_exists(step, self._directory, [self._path(other).name for other in later])
+
+    def _by_merit(self) -> list[int]:
+        """Steps that have the metric of `keep_best`, best first."""
+        if self.keep_best is None:
+            return []
+        metric, better = self.keep_best
+        sign = 1 if better == "max" else -1
+        merits = {step: self._readable_metrics(step) for step in self.all_steps}
+        scored = [(sign * values[metric], step) for step, values in merits.items() if metric in values]
+        return [step for _, step in sorted(scored, reverse=True)]
+
+    def _readable_metrics(self, step: int) -> dict[str, float]:
+        try:
+            return self.metrics(step)
+        except CheckpointDamagedError:  # a damaged one has no merit
+            return {}
+
+    def _delete_old(self, newest: int) -> None:
+        """Runs when a new checkpoint is on disk: never are there fewer whole ones than before the save."""
+        steps = self.all_steps
+        ranked = self._by_merit() if self.keep_best is not None else steps[::-1]
+        keep = {newest, *ranked[: self.max_to_keep]}
+        for step, path in _numbered(self._directory, self._name):
+            if step in steps and step not in keep or not _store.is_finished(path):  # a save that was killed
+                _delete(path)
+
+
+def latest_checkpoint(directory: StrPath, name: str = "ckpt") -> str | None:
+    """The path of the newest finished checkpoint in a manager's directory, without a manager.
+
+    >>> import replicax as rx
+    >>> rx.train.latest_checkpoint("/nowhere") is None
+    True
+    """
+    finished = [path for _, path in _numbered(Path(directory), name) if _store.is_finished(path)]
+    return os.fspath(finished[-1]) if finished else None
+
+
+def _numbered(directory: Path, name: str) -> list[tuple[int, Path]]:
+    """The folders `<name>-<step>` by step, finished or not."""
+    pattern = re.compile(re.escape(name) + r"-(\d+)")
+    found = [(pattern.fullmatch(path.name), path) for path in directory.glob(f"{glob.escape(name)}-*")]
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def _delete(path: Path) -> None:
+    """The manifest first: half deleted must look unfinished, not damaged."""
+    (path / _store.MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _numbers(metrics: Mapping[str, float] | None, keep_best: tuple[str, Better] | None) -> dict[str, float]:
+    if keep_best is not None and keep_best[0] not in (metrics or {}):
+        raise _no_metric(keep_best[0], list(metrics or {}))
+    return {name: float(np.asarray(value)) for name, value in (metrics or {}).items()}
+
+
+def _what_is_wrong(error: CheckpointDamagedError) -> str:
+    """The first two parts of the message: which checkpoint, which files."""
+    return "\n\n".join(str(error).split("\n\n")[:2])
+
+
+def _none_whole(directory: Path, damaged: list[str]) -> CheckpointDamagedError:
+    why = "Starting again from nothing would hide that, so it is left to you."
+    ways = ["bring back the files from elsewhere", f"start anew: use another directory than {directory}"]
+    return CheckpointDamagedError(message(f"No checkpoint in {directory} is whole", damaged, why, ways))
+
+
+def _later_exists(step: int, directory: Path, later: list[str]) -> CheckpointError:
+    why = "After a restart `restore_latest()` would go on from the latest step, not from what is being saved now."
+    ways = ["call `manager.restore_latest()` before training", "use another directory", "delete the later ones"]
+    call = f"`manager.save({step})` would not be the newest checkpoint in {directory}"
+    return CheckpointError(message(call, later, why, ways))
+
+
+def _bad_max_to_keep(number: int) -> ValueError:
+    call = f"`rx.CheckpointManager(..., max_to_keep={number})` would keep nothing"
+    return ValueError(message(call, instead=["at least 1", "keep all: `max_to_keep=None`"]))
+
+
+def _bad_keep_best(keep_best: tuple[str, str]) -> ValueError:
+    call = f"`rx.CheckpointManager(..., keep_best={keep_best!r})` does not say what is better"
+    ways = [f'`keep_best=("{keep_best[0]}", "{better}")`' for better in ("max", "min")]
+    return ValueError(message(call, instead=ways))
+
+
+def _no_keep_best() -> ValueError:
+    call = "`manager.best` needs to know what is better"
+    return ValueError(message(call, instead=['`rx.CheckpointManager(..., keep_best=("loss", "min"))`']))
+
+
+def _no_metric(metric: str, given: list[str]) -> ValueError:
+    call = f"`manager.save(step, metrics=...)` was not given the metric {metric!r} that `keep_best` goes by"
+    bad = [f"given: {', '.join(given) or 'none'}"]
+    return ValueError(message(call, bad, "", [f"`manager.save(step, metrics={{{metric!r}: value}})`"]))
