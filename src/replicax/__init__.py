@@ -22,11 +22,14 @@ from replicax._options import VariableAggregation as VariableAggregation
 from replicax._options import VariableSynchronization as VariableSynchronization
 from replicax._run.function import function as function
 from replicax._strategy.base import Strategy as Strategy
+from replicax._strategy.extended import StrategyExtended as StrategyExtended
 from replicax._strategy.mirrored import MirroredStrategy as MirroredStrategy
 from replicax._strategy.one_device import OneDeviceStrategy as OneDeviceStrategy
+from replicax._strategy.where import locality as locality
 from replicax._validity import valid_rows as valid_rows
 from replicax._values import PerReplica as PerReplica
 from replicax._values import ValueContext as ValueContext
+from replicax._variables.creation import variable_creator_scope as variable_creator_scope
 from replicax._variables.gradients import grad as grad
 from replicax._variables.gradients import value_and_grad as value_and_grad
 from replicax._variables.variable import Variable as Variable

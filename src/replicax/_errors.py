@@ -679,7 +679,7 @@ def aggregation_as_reduce_op(aggregation: Any) -> ReduceOpError:
 def not_a_pair(pair: Any, rule: str) -> InputError:
     return InputError(
         message(
-            "strategy.extended.batch_reduce_to(op, value_destination_pairs)", [_short(pair)], rule,
+            "strategy.extended.batch_reduce_to(op, value_destination_pairs)", [" ".join(_short(pair).split())], rule,
             ["[(gradient, variable), ...]"],
         )
     )  # fmt: skip
@@ -715,7 +715,7 @@ def broadcast_of_per_replica(value: Any) -> UpdateArgumentError:
     return UpdateArgumentError(
         message(
             "broadcast of a value that differs per replica",
-            [_short(value)],
+            [" ".join(_short(value).split())],
             "One value goes to all devices; which of these is it?",
             ['strategy.reduce("mean", value)', "strategy.experimental_local_results(value)[0]"],
         )
@@ -747,7 +747,7 @@ def update_with_per_replica(call: str, path: str, value: Any) -> UpdateArgumentE
     return UpdateArgumentError(
         message(
             f"{call} got an argument that differs per replica",
-            [f"args{path}  {_short(value)}"],
+            [f"args{path}  {' '.join(_short(value).split())}"],
             "Every copy of the variable takes the same update, or they would drift apart.",
             [
                 "reduce it to the variable first: strategy.extended.reduce_to(op, value, variable)",

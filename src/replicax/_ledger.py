@@ -202,6 +202,15 @@ class TracedLedger:
             result = fn(self.strategy, *args, **kwargs)
         return self.to_replica(result)
 
+    def update(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Any]:
+        """What an update function returned for each component; a traced one is the same program for all of them."""
+        inputs = jax.tree.leaves((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, PerReplica))
+        differs = any(isinstance(leaf, PerReplica) or getattr(leaf, "on_read", False) for leaf in inputs)
+        args, kwargs = self.to_replica((args, kwargs))
+        with _context.push(Mode(self.strategy, Kind.UPDATE, self)):
+            result = fn(*args, **kwargs)
+        return [self.to_cross(result) if differs else result]
+
     def to_cross(self, tree: PyTree) -> PyTree:
         """A replica's values as cross-replica code sees them: whether an array differs is not known while tracing."""
         if self.placement.replicas == 1:

@@ -20,6 +20,7 @@ from replicax._placement import Placement
 from replicax._run.cache import Programs
 from replicax._strategy.extended import StrategyExtended
 from replicax._values import TRACED, PerReplica, ValueContext
+from replicax._variables.creation import placed_beside
 from replicax._variables.variable import Variable
 
 PyTree = Any
@@ -52,13 +53,21 @@ class Strategy:
 
     # -- hooks: what a strategy may answer differently
 
+    between_graph: bool = False
+    """Whether every process runs the program for itself and meets the others in variables or reductions."""
+
     def place_variable(self, variable: Variable, colocate_with: Any) -> Placement:
         """Where a new variable belongs."""
-        return self.placement
+        return placed_beside(self.placement, colocate_with)
 
     def rest_sharding(self, variable: Variable) -> Sharding:
         """How a mirrored variable lies between steps."""
-        return self.placement.rest
+        return variable.placement.rest
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process writes what only one should write."""
+        return True
 
     # -- contexts
 

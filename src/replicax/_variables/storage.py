@@ -123,6 +123,21 @@ def components(variable: Variable) -> tuple[jax.Array, ...]:
     return (variable._array,) * (len(devices) if variable.placement.parameter_device is None else 1)
 
 
+def component(variable: Variable, index: int) -> jax.Array:
+    """One component of an on-read variable, by its number among those of this process."""
+    return _blocks(variable._array)[index][0]
+
+
+def write_component(variable: Variable, index: int, value: jax.Array) -> None:
+    """A new value for one component of an on-read variable; the others stay where they are."""
+    replica, old = variable.placement.local_replicas[index], variable._array
+    pieces = [
+        jax.device_put(value[None], shard.device) if (shard.index[0].start or 0) == replica else shard.data
+        for shard in old.addressable_shards
+    ]
+    variable._array = jax.make_array_from_single_device_arrays(old.shape, old.sharding, pieces)
+
+
 def unshare(variable: Variable) -> None:
     """Makes sure nobody else holds the array, so that it can be donated."""
     if variable._shared:

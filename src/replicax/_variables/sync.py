@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from replicax import _errors
+from replicax import _context, _errors
 from replicax._context import Kind, Mode
 from replicax._options import ReduceOp, VariableAggregation, VariableSynchronization
 from replicax._values import PerReplica
+from replicax._variables import storage
 
 if TYPE_CHECKING:
     from replicax._variables.variable import Variable
@@ -90,6 +91,14 @@ def _single(variable: Variable, value: Any, method: str) -> Any:
     if isinstance(value, PerReplica):
         raise _errors.per_replica_assigned(variable, value, method)
     return value
+
+
+def read_across(variable: Variable) -> Any:
+    """What code across replicas reads, asked from anywhere: the components of an on-read variable combined."""
+    mode = _context.current()
+    if not variable.on_read:
+        return variable.value
+    return storage.host_value(variable) if mode is None or mode.ledger is None else mode.ledger.read_across(variable)
 
 
 def trainable(explicit: bool | None, synchronization: VariableSynchronization) -> bool:

@@ -123,6 +123,8 @@ class Variable(metaclass=_Creating):
         if mode is None or mode.ledger is None:
             self._check_host("read")
             self._check_strategy(mode, "read")
+            if self.on_read and mode is not None and mode.update_id is not None:
+                return storage.component(self, mode.update_id)
             return storage.host_value(self)
         self._check_strategy(mode, "read")
         if self.on_read and mode.kind is Kind.CROSS:
@@ -184,13 +186,16 @@ class Variable(metaclass=_Creating):
         elif ledger is not None:
             ledger.write(self, value)
         else:
-            storage.host_write(self, value)
+            if self.on_read and mode is not None and mode.update_id is not None:
+                storage.write_component(self, mode.update_id, value)
+            else:
+                storage.host_write(self, value)
             return self if read_value else None
         return value if read_value else None
 
     def _component(self, mode: Mode | None) -> Any:
         """What an in-place change starts from: this replica's component, or all components of an on-read variable."""
-        if self.on_read and (mode is None or mode.ledger is None):
+        if self.on_read and (mode is None or mode.ledger is None and mode.update_id is None):
             return storage.stacked(self)
         if self.on_read and mode is not None and mode.ledger is not None:
             return mode.ledger.read(self)
