@@ -70,8 +70,8 @@ class PerReplica(DistributedValues):
     def __repr__(self) -> str:
         if self.form == TRACED:
             return f"PerReplica(traced {self.data.aval.str_short()})"
-        if isinstance(self.data, jax.core.Tracer):
-            return f"PerReplica({self.form}, {self.data.aval.str_short()})"
+        if isinstance(self.data, (jax.core.Tracer, jax.ShapeDtypeStruct)):
+            return f"PerReplica({self.form}, {jax.typeof(self.data).str_short()})"
         lines = ",\n".join(f"  {i}: {value!r}" for i, value in enumerate(components(self)))
         return f"PerReplica:{{\n{lines}\n}}"
 

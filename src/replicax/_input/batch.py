@@ -7,7 +7,6 @@ once, into memory that JAX may keep.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -23,7 +22,8 @@ PyTree = Any
 class Batch:
     """`rows` rows of every leaf: row i is row ``order[start + i]``, or ``start + i`` where `order` is None.
 
-    `rows` is None for a tree whose leaves have no rows in common, such as a scalar: only a single replica can take it.
+    `rows` is None for a tree whose leaves have no rows in common, such as a scalar: it can be handed to a replica as it
+    is, and cannot be divided.
     """
 
     leaves: tuple[Any, ...]
@@ -32,17 +32,9 @@ class Batch:
     order: np.ndarray | None = None
     start: int = 0
 
-    @property
-    def whole(self) -> bool:
-        """Whether the batch is all rows of its leaves, as they stand."""
-        return (
-            self.order is None and self.start == 0 and all(np.shape(leaf)[:1] == (self.rows,) for leaf in self.leaves)
-        )
-
-    def gather(self, places: np.ndarray | range) -> list[Any]:
-        """The rows at `places` of the batch, each leaf in a new buffer of the type in which JAX will hold it."""
-        index = self.index(places)
-        return [_gather(leaf, index) for leaf in self.leaves]
+    def part(self, rows: range) -> Batch:
+        """The batch that consists of these rows of this one."""
+        return dataclasses.replace(self, rows=len(rows), start=self.start + rows.start)
 
     def index(self, places: np.ndarray | range) -> np.ndarray | range:
         """The rows of the leaves that stand at `places` of the batch."""
@@ -53,6 +45,11 @@ class Batch:
             return range(self.start + places.start, self.start + places.stop)
         return places + self.start
 
+    def gather(self, places: np.ndarray | range) -> list[Any]:
+        """The rows at `places` of the batch, each leaf in a new buffer of the type in which JAX will hold it."""
+        index = self.index(places)
+        return [_gather(leaf, index) for leaf in self.leaves]
+
 
 def batch_of(tree: PyTree) -> Batch:
     """The pytree `tree`, a whole global batch, as a `Batch`."""
@@ -62,11 +59,11 @@ def batch_of(tree: PyTree) -> Batch:
     return Batch(leaves, structure, sizes.pop() if len(sizes) == 1 else None)
 
 
-def require_rows(batch: Batch, call: str) -> int:
-    """The number of rows of `batch`; refuses one that cannot be cut, under the headline `call`."""
+def require_rows(batch: Batch, name: str, replicas: int) -> int:
+    """The number of rows of `batch`; refuses one that has none to divide."""
     if batch.rows:
         return batch.rows
-    raise no_common_rows(call, batch.structure, batch.leaves)
+    raise _no_common_rows(batch, name, replicas)
 
 
 def fits_device(dtype: Any) -> bool:
@@ -90,18 +87,27 @@ def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 def _gather(leaf: Any, index: np.ndarray | range) -> Any:
     if isinstance(leaf, jax.Array):
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-            return leaf[np.asarray(index)]  # random keys: NumPy has no type for them
-        leaf = np.asarray(leaf)
+        whole = isinstance(index, range) and index == range(leaf.shape[0])
+        return leaf if whole else leaf[np.asarray(index)]  # on its device; nobody can write into it
     if not fits_device(leaf.dtype):
         return leaf[np.asarray(index)]
-    out = aligned_empty((len(index), *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype))
+    out = aligned_empty((len(index), *leaf.shape[1:]), device_dtype(leaf))
+    fill(out, leaf, index)
+    return out
+
+
+def fill(out: np.ndarray, leaf: Any, index: np.ndarray | range) -> None:
+    """Writes the rows of `leaf` at `index` into `out`."""
     if isinstance(index, np.ndarray) and out.dtype == leaf.dtype:
         # Anything but "clip" makes NumPy gather into a second buffer first. The index is within bounds.
         np.take(leaf, index, axis=0, out=out, mode="clip")
     else:
         out[...] = leaf[_key(index)]
-    return out
+
+
+def device_dtype(leaf: Any) -> np.dtype:
+    """The type in which JAX will hold `leaf`: float32 for float64, unless 64 bits were asked for."""
+    return jax.dtypes.canonicalize_dtype(leaf.dtype)
 
 
 def _key(index: np.ndarray | range) -> np.ndarray | slice:
@@ -113,35 +119,23 @@ def describe(leaf: Any) -> str:
     return f"{np.dtype(leaf.dtype).name if fits_device(leaf.dtype) else leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
-def lines(structure: Any, leaves: Iterable[Any]) -> list[str]:
-    """One line for each leaf: its path, type and shape."""
-    paths = [path for path, _ in jax.tree.leaves_with_path(jax.tree.unflatten(structure, [0] * structure.num_leaves))]
-    return [
-        f"batch{jax.tree_util.keystr(path)}  {describe(leaf)}  {_rows(leaf)}"
-        for path, leaf in zip(paths, leaves, strict=True)
-    ]
-
-
-def _rows(leaf: Any) -> str:
+def _rows_of(leaf: Any) -> str:
     return f"{leaf.shape[0]} row{'s' * (leaf.shape[0] != 1)}" if leaf.ndim else "no rows: it is a scalar"
 
 
-def no_common_rows(call: str, structure: Any, leaves: tuple[Any, ...]) -> InputError:
-    """The leaves of a batch do not have one number of rows, or they have none."""
-    scalars = any(leaf.ndim == 0 for leaf in leaves)
+def _no_common_rows(batch: Batch, name: str, replicas: int) -> InputError:
+    numbered = jax.tree.unflatten(batch.structure, range(len(batch.leaves)))
+    leaves = [(jax.tree_util.keystr(path), batch.leaves[i]) for path, i in jax.tree.leaves_with_path(numbered)]
     return InputError(
         message(
-            f"{call} got a batch that has no rows to hand out"
-            if not leaves
-            else f"{call} got a batch whose leaves do not share one number of rows",
-            lines(structure, leaves),
-            "A global batch is a tree of arrays with the examples along axis 0 of every leaf; the examples are divided "
-            "among the replicas, so every leaf needs the same number of them, and at least one.",
+            f"{name} cannot be divided over {replicas} replicas: its leaves have no rows in common",
+            [f"batch{path}  {describe(leaf)}  {_rows_of(leaf)}" for path, leaf in leaves] or ["batch  has no leaves"],
+            "A global batch is a tree of arrays with the examples along axis 0 of every leaf. Each replica gets some "
+            "of the examples, so every leaf needs as many of them, and at least one.",
             [
-                "batch the elements first: `dataset.batch(global_batch_size)`, or `np.stack` them"
-                if scalars
-                else "build every leaf from the same examples, and skip a batch that has none",
+                "batch single examples first: call `batch(global_batch_size)` on the dataset, or `np.stack` them",
                 "cut batches out of whole arrays: `rx.data.from_arrays(tree, batch_size=...)`",
+                "give a constant to the step by itself: `strategy.run(step, args=(batch, constant))`",
             ],
         )
     )

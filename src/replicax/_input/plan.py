@@ -79,6 +79,11 @@ def balanced(rows: int, replicas: int, batch_size: int | None = None) -> Split:
     return Split(sizes, -(-max(rows, batch_size or 0) // replicas))
 
 
+def padded(rows: int, block: int) -> np.ndarray:
+    """`rows` rows in a block: which row stands at each place, the last one again and again after the end."""
+    return np.minimum(np.arange(block), rows - 1)
+
+
 @dataclasses.dataclass(frozen=True)
 class Position:
     """A place in the data: `batch` global batches of epoch `epoch` have been read."""

@@ -42,6 +42,8 @@ class Source:
     """The rows of a full batch, where that is known before one is read."""
     even: bool = False
     """Whether every batch is promised to have `batch_size` rows."""
+    last_rows: int | None = None
+    """The rows of the last batch of an epoch, where that is known."""
     shard: str | None = None
     """How the dataset itself asks to be divided among processes."""
 
@@ -79,13 +81,16 @@ class Pass:
             state["source"] = {"bytes": place.decode()} if isinstance(place, bytes) else place
         return state
 
-    def set_state(self, state: State) -> None:
-        if _knows_its_place(self._iterator):
-            place = state["source"]
-            self._iterator.set_state(place["bytes"].encode() if "bytes" in place else place)
-        elif state["batch"] != self.number:
-            self._iterator = self.source.open(state["batch"])
-        self.number = state["batch"]
+    def set_state(self, state: State | None) -> None:
+        """Goes to where `get_state` said; None and a state without a place are the beginning."""
+        number = (state or {}).get("batch", 0)
+        if number != self.number:
+            place = (state or {}).get("source")
+            if place is not None and _knows_its_place(self._iterator):
+                self._iterator.set_state(place["bytes"].encode() if "bytes" in place else place)
+            else:
+                self._iterator = self.source.open(number)
+        self.number = number
 
 
 def _knows_its_place(iterator: Any) -> bool:
@@ -129,6 +134,7 @@ def _from_sequence(batches: Sequence[Any]) -> Source:
         length=len(batches),
         batch_size=max(sizes, default=0) or None,
         even=len(set(sizes)) == 1,
+        last_rows=sizes[-1] if sizes else None,
     )
 
 
@@ -155,6 +161,28 @@ def _from_function(make: Callable[[], Any], call: str) -> Source:
     return Source(name, lambda skip: as_source(make(), call).open(skip))
 
 
+def from_calls(produce: Callable[[], Any]) -> Source:
+    """A function that returns the next batch each time it is called, until it raises `OutOfRangeError`."""
+    return Source(
+        f"function `{getattr(produce, '__qualname__', type(produce).__qualname__)}`", lambda skip: _Calls(produce, skip)
+    )
+
+
+class _Calls:
+    """An iterator made of calls. Not a generator, in which a `StopIteration` from the function would be an error."""
+
+    def __init__(self, produce: Callable[[], Any], skip: int) -> None:
+        self._produce = produce
+        for _ in range(skip):
+            produce()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._produce()
+
+
 def _callable_without_arguments(make: Callable[..., Any]) -> bool:
     try:
         inspect.signature(make).bind()
@@ -174,6 +202,7 @@ def _from_arrays(batches: ArrayBatches) -> Source:
         endless=schedule.epochs is None,
         batch_size=min(schedule.batch_size, schedule.rows),
         even=schedule.even or schedule.rows < schedule.batch_size,
+        last_rows=len(schedule.span(schedule.batches - 1)) if schedule.batches else None,
     )
 
 

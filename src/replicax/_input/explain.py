@@ -1,0 +1,108 @@
+"""Who reads which rows, and why? The answer as data, and as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from replicax._input.plan import Split
+from replicax._placement import Placement
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """What one replica gets of a batch."""
+
+    replica: int
+    process: int
+    device: str
+    pipeline: str
+    """Whose iterator it takes its rows from."""
+    full: range | None
+    """Its rows of a full global batch; None when it takes whole batches of its pipeline."""
+    short: range | None
+    """Its rows of the last, short batch, where its size is known."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """How a dataset is handed out. Print it, or read its fields."""
+
+    source: str
+    length: int | None
+    shard: str
+    """The policy by which processes divide the data."""
+    why: str
+    """What decided on the policy."""
+    batch_size: int | None
+    """The rows of a full global batch, where they are known before one is read."""
+    block: int | None
+    """The rows of every replica's block, padding included."""
+    masked: bool
+    """Whether batches carry a mask that says which rows are real."""
+    ahead: int
+    """How many batches a thread reads ahead."""
+    readers: tuple[Reader, ...]
+
+    def __rich__(self) -> RenderableType:
+        table = Table("replica", "process", "device", "reads from", "rows of a full batch", "rows of the last batch")
+        for reader in self.readers:
+            table.add_row(
+                str(reader.replica),
+                str(reader.process),
+                reader.device,
+                reader.pipeline,
+                _rows(reader.full, "its own batch"),
+                _rows(reader.short, "-"),
+            )
+        facts = [
+            f"source       {self.source.replace('`', '')}",
+            f"batches      {'not known beforehand' if self.length is None else self.length}",
+            f"batch size   {'that of the first batch' if self.batch_size is None else self.batch_size}",
+            f"divided by   {self.shard}: {self.why}",
+            f"padding      {self._padding()}",
+            f"read ahead   {f'{self.ahead} batches, by a thread' if self.ahead else 'no'}",
+        ]
+        return Group(Text("\n".join(facts)), table)
+
+    def _padding(self) -> str:
+        if len(self.readers) == 1:
+            return "none: one replica takes every batch as it is"
+        if not self.masked:
+            return "none: every batch divides evenly"
+        size = "the largest share" if self.block is None else f"{self.block} rows"
+        return f"each replica's block is filled up to {size}; a mask tells which rows are real"
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=120, color_system=None, legacy_windows=False).print(self)
+        return text.getvalue().rstrip("\n")
+
+    __repr__ = __str__
+
+
+def readers(placement: Placement, pipelines: list[str], full: Split | None, short: Split | None) -> tuple[Reader, ...]:
+    """One reader for each replica of the job."""
+    return tuple(
+        Reader(
+            replica,
+            device.process_index,
+            f"{device.platform}:{device.id}",
+            pipelines[replica],
+            None if full is None else full.rows_of(replica),
+            None if short is None else short.rows_of(replica),
+        )
+        for replica, device in enumerate(placement.devices)
+    )
+
+
+def _rows(rows: range | None, unknown: str) -> str:
+    if rows is None:
+        return unknown
+    if len(rows) < 2:
+        return f"1 row: {rows.start}" if rows else "none, only padding"
+    return f"{len(rows)} rows: {rows.start} to {rows.stop - 1}"

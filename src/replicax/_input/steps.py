@@ -1,0 +1,249 @@
+"""What does one step take from the data? A global batch divided over the replicas, or one batch for each replica."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+
+from replicax._errors import InputError, message
+from replicax._input.agreement import Agreement
+from replicax._input.batch import Batch, describe, require_rows
+from replicax._input.feed import Feed
+from replicax._input.plan import Split, balanced
+from replicax._input.sources import Pass
+
+PyTree = Any
+State = dict[str, Any]
+
+
+class Steps(Protocol):
+    """One pass over distributed data."""
+
+    def read(self) -> PyTree | None:
+        """What the next step gets; None at the end."""
+        ...
+
+    def get_state(self) -> State: ...
+    def set_state(self, state: State) -> None: ...
+
+
+@dataclasses.dataclass
+class Padding:
+    """What a dataset knows about the size of its batches. All its passes share it, so that all have one shape."""
+
+    full: int | None = None
+    """The rows of a full batch: as declared, or the most seen so far."""
+    promised: bool = False
+    """Whether no batch will need padding, so that none needs a mask."""
+    refuse: bool = False
+    """Whether the user wants to hear of a short batch instead of having it padded."""
+
+    def grow(self, rows: int) -> int:
+        self.full = max(rows, self.full or 0)
+        return self.full
+
+
+class GlobalSteps:
+    """Global batches, each divided over all replicas.
+
+    Every process goes through the same batches and copies the rows of its own replicas, so all see the end at the same
+    step without asking each other.
+    """
+
+    def __init__(self, batches: Pass, feed: Feed, padding: Padding) -> None:
+        self._batches = batches
+        self._feed = feed
+        self._padding = padding
+        self._kind = Kind()
+
+    def read(self) -> PyTree | None:
+        number = self._batches.number
+        batch = self._batches.read()
+        if batch is None:
+            return None
+        name = f"Batch {number} of {self._batches.source.name}"
+        self._kind.check(batch, name)
+        replicas = self._feed.placement.replicas
+        if replicas == 1:
+            return self._feed.whole(batch)
+        rows = require_rows(batch, name, replicas)
+        full = self._padding.grow(rows)
+        split = balanced(rows, replicas, full)
+        if self._padding.refuse and not (split.even and rows == full):
+            raise _short_batch(name, rows, full, replicas)
+        return self._feed.divided(batch, split, not self._padding.promised or not split.even)
+
+    def get_state(self) -> State:
+        return self._batches.get_state() | {"full": self._padding.full}
+
+    def set_state(self, state: State) -> None:
+        self._padding.grow(state["full"] or 0)
+        self._batches.set_state(state)
+
+
+class ReplicaSteps:
+    """Batches that are one replica's already: each replica of this process takes the next one of its pipeline.
+
+    There is one pipeline for all replicas of the process, or one for each. A replica whose pipeline has ended gets a
+    block without valid rows until all have ended.
+    """
+
+    def __init__(self, pipelines: Sequence[Pass], feed: Feed, padding: Padding, agreement: Agreement) -> None:
+        self._pipelines = pipelines
+        self._feed = feed
+        self._padding = padding
+        self._agreement = agreement
+        self._kind = Kind()
+
+    def read(self) -> PyTree | None:
+        batches = [self._next(i) for i in range(len(self._feed.readers))]
+        mine = {r: _size(batch) for r, batch in zip(self._feed.readers, batches, strict=True)}
+        sizes = self._agreement.exchange(mine)
+        if not any(sizes.values()):
+            return None
+        if self._feed.placement.replicas == 1:
+            assert batches[0] is not None
+            return self._feed.whole(batches[0])
+        stand_in = self._kind.first
+        if stand_in is None:
+            raise _no_data(self._pipelines[0].source.name)
+        filled = [stand_in if batch is None else batch for batch in batches]
+        rowless = any(batch.rows is None for batch in filled)
+        if rowless:
+            filled = [dataclasses.replace(batch, rows=None) for batch in filled]
+        split = Split(
+            tuple(sizes[replica] for replica in sorted(sizes)),
+            1 if rowless else self._padding.grow(max(sizes.values())),
+        )
+        if not split.even and (self._padding.refuse or rowless and not _scalars(stand_in)):
+            raise _uneven_group(self._pipelines[0].source.name, batches)
+        return self._feed.joined(filled, split, not self._padding.promised or not split.even)
+
+    def get_state(self) -> State:
+        return {"pipelines": [pipeline.get_state() for pipeline in self._pipelines], "full": self._padding.full}
+
+    def set_state(self, state: State) -> None:
+        self._padding.grow(state["full"] or 0)
+        places = state.get("pipelines", [None] * len(self._pipelines))
+        if len(places) != len(self._pipelines):
+            raise _other_pipelines(len(places), len(self._pipelines))
+        for pipeline, place in zip(self._pipelines, places, strict=True):
+            pipeline.set_state(place)
+
+    def _next(self, i: int) -> Batch | None:
+        """The batch of the i-th replica of this process; None if it has none, or one without rows."""
+        pipeline = self._pipelines[i % len(self._pipelines)]
+        number = pipeline.number
+        batch = pipeline.read()
+        if batch is not None:
+            self._kind.check(batch, f"Batch {number} of {pipeline.source.name}")
+        return None if batch is None or batch.rows == 0 else batch
+
+
+class Kind:
+    """What all batches of a pass must share with the first: the tree, and the rank of each leaf."""
+
+    def __init__(self) -> None:
+        self.first: Batch | None = None
+
+    def check(self, batch: Batch, name: str) -> None:
+        first = self.first = self.first or batch
+        ranks = [(leaf.ndim, other.ndim) for leaf, other in zip(batch.leaves, first.leaves, strict=False)]
+        if batch.structure != first.structure or any(rank != before for rank, before in ranks):
+            raise _another_kind(name, first, batch)
+
+
+def _size(batch: Batch | None) -> int:
+    """The rows of one replica's batch; an element without rows counts as one."""
+    return 0 if batch is None else 1 if batch.rows is None else batch.rows
+
+
+def _scalars(batch: Batch) -> bool:
+    return all(leaf.ndim == 0 for leaf in batch.leaves)
+
+
+def _short_batch(name: str, rows: int, full: int, replicas: int) -> InputError:
+    low, larger = divmod(rows, replicas)
+    division = f"{rows} rows = {replicas} x {low}" + f" + {larger} left over" * (larger > 0)
+    return InputError(
+        message(
+            f'{name} is not a full one, and `rx.InputOptions(short_batches="refuse")` says that all are',
+            [division, f"{full} rows in a full batch"],
+            "A batch of another size would have to be padded, and the padding masked.",
+            [
+                "drop it where the batches are made: `drop_remainder=True`",
+                'let it be padded: `rx.InputOptions(short_batches="pad")`, and take means with `rx.mean`',
+            ],
+        )
+    )
+
+
+def _uneven_group(name: str, batches: Sequence[Batch | None]) -> InputError:
+    return InputError(
+        message(
+            f"{name} came to its end, or to a short batch, before all replicas had their part",
+            [f"replica {i}: {_part(batch)}" for i, batch in enumerate(batches)],
+            "Every replica runs the same program on the same shapes. What is missing cannot be filled up: either the "
+            "options forbid it, or the leaves have no rows in common by which padding could be counted.",
+            [
+                'leave out `short_batches="refuse"`, and let all leaves have the examples along axis 0',
+                "give every replica as many elements: `dataset.batch(size, drop_remainder=True)`",
+            ],
+        )
+    )
+
+
+def _part(batch: Batch | None) -> str:
+    if batch is None:
+        return "nothing"
+    return f"{batch.rows} rows" if batch.rows is not None else ", ".join(describe(leaf) for leaf in batch.leaves)
+
+
+def _no_data(name: str) -> InputError:
+    return InputError(
+        message(
+            f"{name} gave this process no batch at all, and other processes have data",
+            why="This process must take every step with them, on padding, and has never seen what a batch looks like.",
+            instead=[
+                "give every process some data, for instance by sharding rows instead of files",
+                "use global batches: `strategy.distribute_dataset(dataset)`",
+            ],
+        )
+    )
+
+
+def _other_pipelines(saved: int, here: int) -> InputError:
+    return InputError(
+        message(
+            f"`iterator.set_state(state)` got the places of {saved} input pipelines, and this iterator has {here}",
+            why="With one pipeline for each replica the place in the data depends on how many replicas there were.",
+            instead=[
+                f"resume on {saved} replicas",
+                "use global batches, whose place is one number for any number of replicas: "
+                "`strategy.distribute_dataset(dataset)`",
+            ],
+        )
+    )
+
+
+def _another_kind(name: str, first: Batch, batch: Batch) -> InputError:
+    return InputError(
+        message(
+            f"{name} is not like the batches before it",
+            [f"before  {_kind_of(first)}", f"now     {_kind_of(batch)}"],
+            "A step is compiled for one tree of arrays. The number of rows may change from batch to batch; the tree "
+            "and the number of dimensions may not.",
+            [
+                "if these are the arrays of one dataset, cut batches out of them: "
+                "`rx.data.from_arrays((x, y), batch_size=...)`",
+                "if they are two kinds of batches, make a dataset of each",
+            ],
+        )
+    )
+
+
+def _kind_of(batch: Batch) -> str:
+    return f"{jax.tree.unflatten(batch.structure, [describe(leaf) for leaf in batch.leaves])}"
