@@ -33,3 +33,4 @@ from replicax._variables.creation import variable_creator_scope as variable_crea
 from replicax._variables.gradients import grad as grad
 from replicax._variables.gradients import value_and_grad as value_and_grad
 from replicax._variables.variable import Variable as Variable
+from replicax.optim import Optimizer as Optimizer

@@ -817,3 +817,24 @@ def locality_in_replica() -> ContextError:
             instead=["ask for what `strategy.run` returned", "rx.assert_mirrored(value) states that it is the same"],
         )
     )
+
+
+def apply_across() -> ContextError:
+    return ContextError(
+        message(
+            "`apply_gradients() cannot be called in cross-replica context`",
+            why="It reduces the gradients of each replica, so each replica has to call it.",
+            instead=["call it in the function given to strategy.run"],
+        )
+    )
+
+
+def unknown_to_optimizer(unknown: Sequence[Any], known: Sequence[Any]) -> VariableError:
+    return VariableError(
+        message(
+            "rx.Optimizer.apply_gradients got variables that it has no slots for",
+            [f"{variable!r}" for variable in unknown],
+            f"Its slots were made for {len(known)} variables, at the first call or by `build`.",
+            ["opt.build(all_variables) before the first step"],
+        )
+    )

@@ -107,3 +107,11 @@ def key_value_store() -> Any:
     JAX keeps it for its own rendezvous. In public it offers no exchange on the host, only collectives on devices.
     """
     return distributed.global_state.client
+
+
+def on_host() -> Any:
+    """A context manager inside which operations are carried out now, whatever trace is under way around it.
+
+    `jax.ensure_compile_time_eval` folds what is concrete but leaves the trace in place.
+    """
+    return core.set_current_trace(core.eval_trace)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from replicax import _context, _errors, _run, _values
 from replicax._context import Kind, Scope

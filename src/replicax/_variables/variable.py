@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax.sharding import PartitionSpec
 
 from replicax import _context, _errors, _jax
 from replicax._context import Kind, Mode
@@ -59,6 +59,8 @@ class Variable(metaclass=_Creating):
       aggregation: What an assignment inside a replica means: ``"none"`` (the value must be equal everywhere),
         ``"sum"``, ``"mean"`` or ``"only_first_replica"``.
       constraint: A function applied by optimizers to the updated value.
+      layout: How a mirrored variable lies between steps, if not as one copy per device: ``PartitionSpec("replica")`` cuts
+        its first axis over the replicas. Each step sees the whole value all the same.
 
     >>> import jax, replicax as rx
     >>> strategy = rx.MirroredStrategy(jax.devices()[:2])
@@ -72,8 +74,8 @@ class Variable(metaclass=_Creating):
     """
 
     __slots__ = (
-        "__weakref__", "_array", "_shared", "aggregation", "constraint", "dtype", "name", "on_read", "placement", "serial",
-        "shape", "strategy", "synchronization", "trainable", "slots",
+        "__weakref__", "_array", "_shared", "aggregation", "constraint", "dtype", "layout", "name", "on_read", "placement",
+        "serial", "shape", "strategy", "synchronization", "trainable",
     )  # fmt: skip
 
     def __init__(
@@ -88,6 +90,7 @@ class Variable(metaclass=_Creating):
         aggregation: VariableAggregation | str | None = None,
         constraint: Callable[[Any], Any] | None = None,
         colocate_with: Any = None,
+        layout: PartitionSpec | None = None,
     ) -> None:
         self.name = name or "Variable"
         self.serial = next(_serial)
@@ -96,6 +99,7 @@ class Variable(metaclass=_Creating):
         self.on_read = self.synchronization is VariableSynchronization.ON_READ
         self.trainable = sync.trainable(trainable, self.synchronization)
         self.constraint = constraint
+        self.layout = layout
         self.strategy: Strategy = _context.get_strategy()
         initial = storage.initial_array(initial_value, dtype, shape, self.name)
         self.shape: tuple[int, ...] = initial.shape

@@ -1,0 +1,204 @@
+"""How do gradients become the same update everywhere? `Optimizer`: an Optax transformation under a strategy."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from replicax import _context, _errors, _jax
+from replicax._context import Kind, Mode
+from replicax._cross.slices import IndexedSlices, is_slices
+from replicax._options import ReduceOp
+from replicax._placement import AXIS
+from replicax._variables.variable import Variable
+
+PyTree = Any
+
+
+class Optimizer:
+    """Reduces gradients over the replicas and applies an Optax transformation to variables.
+
+    Call `apply_gradients` inside a step, with this replica's own gradients. What the transformation remembers (moments,
+    counts) is kept in variables of the same strategy, so that it is saved, restored and moved with the model.
+
+    Whether gradients are summed or averaged over replicas has no default, because either choice is silently wrong for
+    half of all losses: ``"mean"`` goes with a loss that is a mean over the replica's rows (`rx.mean`), ``"sum"`` with a loss
+    that was divided by the global batch size (`rx.compute_average_loss`).
+
+    Args:
+      transform: Any `optax.GradientTransformation`.
+      gradients: ``"mean"`` or ``"sum"``.
+      shard_state: Cuts the slots over the replicas between steps (ZeRO-1): each device then holds 1/N of them.
+
+    >>> import jax, jax.numpy as jnp, optax, replicax as rx
+    >>> strategy = rx.MirroredStrategy(jax.devices()[:2])
+    >>> with strategy.scope():
+    ...     w = rx.Variable(1.0)
+    ...     opt = rx.Optimizer(optax.sgd(0.1), gradients="mean")
+    >>> def step(x):
+    ...     gradients = rx.grad(lambda: w.value * x, [w])()
+    ...     opt.apply_gradients(zip(gradients, [w]))
+    >>> strategy.run(step, (rx.PerReplica((1.0, 3.0)),))
+    >>> print(w.numpy())
+    0.8
+    """
+
+    def __init__(
+        self,
+        transform: optax.GradientTransformation,
+        *,
+        gradients: Literal["sum", "mean"],
+        shard_state: bool = False,
+    ) -> None:
+        if gradients not in ("sum", "mean"):
+            raise ValueError(
+                f'rx.Optimizer(gradients={gradients!r}): write "mean" if each replica\'s loss is a mean over its own rows, '
+                '"sum" if it was divided by the global batch size.'
+            )
+        self.transform = optax.with_extra_args_support(transform)
+        self.gradients = ReduceOp.parse(gradients)
+        self.shard_state = shard_state
+        self.variables: tuple[Variable, ...] = ()
+        self.state: PyTree = None
+        """The transformation's state, with a variable in place of each array."""
+        self._building = threading.Lock()
+
+    def build(self, variables: Iterable[Variable]) -> None:
+        """Makes the slots now instead of at the first step, say to restore them from a checkpoint."""
+        with self._building:
+            if self.state is None:
+                self._build(tuple(variables))
+
+    def _build(self, variables: tuple[Variable, ...]) -> None:
+        for variable in variables:
+            if not isinstance(variable, Variable):
+                raise _errors.not_a_variable("rx.Optimizer.apply_gradients", variable)
+        if not variables:
+            raise ValueError("rx.Optimizer: no variables to optimize. Pass pairs (gradient, variable).")
+        owners = {variable.strategy for variable in variables}
+        if len(owners) > 1:
+            first, second = list(owners)[:2]
+            raise _errors.mixed_strategies("`rx.Optimizer`", first, second)
+        strategy = variables[0].strategy
+        # The slots are made on the host even if a step is being traced: they outlive it.
+        with _jax.on_host(), _context.push(Mode(strategy, Kind.CROSS)):
+            state = self.transform.init([variable.value for variable in variables])
+            leaf_of: dict[int, Variable] = {}
+
+            def slot(array: Any, variable: Variable) -> Variable:
+                made = Variable(
+                    array, name=f"{variable.name}/slot", trainable=False, colocate_with=variable,
+                    layout=self._layout(array) or variable.layout,
+                )  # fmt: skip
+                leaf_of[id(made)] = variable
+                return made
+
+            def shared(array: Any) -> Any:
+                return Variable(array, name="optimizer/count", trainable=False) if _is_array(array) else array
+
+            self.state = optax.tree_utils.tree_map_params(
+                self.transform, slot, state, list(variables), transform_non_params=shared
+            )
+        self._slot_of = leaf_of
+        self.variables = variables
+
+    def _layout(self, array: Any) -> PartitionSpec | None:
+        """The first axis that divides evenly is cut over the replicas; a slot without one stays whole."""
+        if not self.shard_state:
+            return None
+        replicas = _context.get_strategy().num_replicas_in_sync
+        for axis, size in enumerate(array.shape):
+            if size and size % replicas == 0 and replicas > 1:
+                return PartitionSpec(*[None] * axis, AXIS)
+        return None
+
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Any, Variable]],
+        *,
+        aggregate: bool = True,
+        **extra: Any,
+    ) -> None:
+        """Reduces the gradients over the replicas and updates the variables.
+
+        Args:
+          grads_and_vars: Pairs. A gradient of None leaves its variable and its slots untouched.
+          aggregate: False if the gradients are equal on all replicas already; that is proven, not trusted.
+          extra: Passed on to the transformation's ``update``, for those that want the loss value, say.
+        """
+        mode = _context.current()
+        if mode is not None and mode.replica is None:
+            raise _errors.apply_across()
+        context = _context.get_replica_context()
+        assert context is not None
+        pairs = _pairs(grads_and_vars)
+        if not pairs:
+            return
+        self.build([variable for _, variable in pairs])
+        given = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
+        if not given:
+            raise ValueError(
+                "No gradients provided for any variable: every gradient given to apply_gradients is None. Does the loss "
+                "depend on the variables?"
+            )
+        gradients = [gradient for gradient, _ in given]
+        if aggregate:
+            gradients = context.all_reduce(self.gradients, gradients)
+        replica = context.replica_id_in_sync_group
+        update = Mode(
+            context.strategy, Kind.UPDATE, None if mode is None else mode.ledger,
+            update_id=replica if isinstance(replica, int) else None,
+        )  # fmt: skip
+        with _context.push(update):
+            self._update(dict(zip([v for _, v in given], gradients, strict=True)), extra)
+
+    def _update(self, gradients: dict[Variable, Any], extra: dict[str, Any]) -> None:
+        unknown = [variable for variable in gradients if variable not in self.variables]
+        if unknown:
+            raise _errors.unknown_to_optimizer(unknown, self.variables)
+        values = [variable.value for variable in self.variables]
+        dense = [
+            _dense(gradients[v], v) if v in gradients else jnp.zeros_like(value)
+            for v, value in zip(self.variables, values, strict=True)
+        ]
+        state = jax.tree.map(lambda leaf: leaf.value if isinstance(leaf, Variable) else leaf, self.state)
+        updates, new_state = self.transform.update(dense, state, values, **extra)
+        for variable, value in zip(self.variables, optax.apply_updates(values, updates), strict=True):
+            if variable in gradients:
+                variable.assign(value if variable.constraint is None else variable.constraint(value))
+        for leaf, value in zip(jax.tree.leaves(self.state), jax.tree.leaves(new_state), strict=True):
+            if isinstance(leaf, Variable) and self._slot_of.get(id(leaf)) in (None, *gradients):
+                leaf.assign(value)
+
+    @property
+    def slots(self) -> list[Variable]:
+        """Every variable that the transformation's state is kept in."""
+        return [leaf for leaf in jax.tree.leaves(self.state) if isinstance(leaf, Variable)]
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def _pairs(grads_and_vars: Any) -> list[tuple[Any, Variable]]:
+    pairs = list(grads_and_vars)
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(
+                f"rx.Optimizer.apply_gradients takes pairs (gradient, variable), got {type(pair).__name__}. "
+                "Write opt.apply_gradients(zip(gradients, variables))."
+            )
+    return [(gradient, variable) for gradient, variable in pairs]
+
+
+def _dense(gradient: Any, variable: Variable) -> Any:
+    if is_slices(gradient):
+        slices: IndexedSlices = gradient
+        return jnp.zeros(variable.shape, slices.values.dtype).at[slices.indices].add(slices.values)
+    return gradient
