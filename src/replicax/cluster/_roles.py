@@ -38,7 +38,7 @@ def validate_cluster(
       >>> validate_cluster({"worker": ["a:1", "b:1"]}, "worker", 2)
       Traceback (most recent call last):
         ...
-      replicax._errors.ClusterError: The cluster cannot be used by task_type='worker', task_id=2:
+      replicax...ClusterError: The cluster cannot be used by task_type='worker', task_id=2:
       <BLANKLINE>
         The `task_id` 2 exceeds the maximum id of worker, which is 1
     """

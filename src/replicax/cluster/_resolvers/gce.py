@@ -37,7 +37,7 @@ class GCEClusterResolver(ClusterResolver):
       >>> GCEClusterResolver("my-project", "us-east1-d", "trainers", 8470).cluster_spec()
       Traceback (most recent call last):
         ...
-      replicax._errors.NotAvailableError: `GCEClusterResolver(...)` needs a client to ask Compute Engine with.
+      replicax...NotAvailableError: `GCEClusterResolver(...)` needs a client to ask Compute Engine with.
       <BLANKLINE>
       Do this:
         * pass `service=googleapiclient.discovery.build("compute", "v1")`.

@@ -54,13 +54,19 @@ class SlurmClusterResolver(ClusterResolver):
       SchedulerError: If this is not a Slurm step, or if Slurm's word and the arguments do not add up.
 
     Example:
-      With ``srun -N 2 --ntasks-per-node 2`` on n1 and n2, in rank 2:
+      Rank 2 of ``srun --nodes 2 --ntasks-per-node 2`` on n1 and n2:
 
-      >>> resolver = SlurmClusterResolver(jobs={"ps": 1, "worker": 3})         # doctest: +SKIP
-      >>> resolver.cluster_spec()                                              # doctest: +SKIP
+      >>> import os
+      >>> from replicax.cluster import SlurmClusterResolver
+      >>> step = dict(SLURM_PROCID="2", SLURM_STEP_NODELIST="n[1-2]", SLURM_STEP_TASKS_PER_NODE="2(x2)")
+      >>> os.environ.update(step)
+      >>> resolver = SlurmClusterResolver(jobs={"ps": 1, "worker": 3}, gpus_per_node=0)
+      >>> resolver.cluster_spec()
       ClusterSpec({'ps': ['n1:8888'], 'worker': ['n1:8889', 'n2:8888', 'n2:8889']})
-      >>> resolver.get_task_info()                                             # doctest: +SKIP
+      >>> resolver.get_task_info()
       ('worker', 1)
+      >>> for name in step:
+      ...     del os.environ[name]
     """
 
     def __init__(
