@@ -34,7 +34,8 @@ def from_arrays(
       batch_size: The examples of one *global* batch, over all replicas.
       shuffle: False, or an integer from which the order of each epoch is drawn. There is no "any order": two
         processes, or a run and its continuation, would not agree on one.
-      epochs: How often to go through the data; None goes on for ever.
+      epochs: How often one pass goes through the data; None goes on for ever. Each epoch has an order of its own,
+        while two passes over the same batches are alike: ask for three epochs here rather than making three passes.
       drop_remainder: Whether to leave out the last batch of an epoch if it is short. It need not be: a distributed
         dataset pads it and remembers which rows are real.
 
@@ -69,9 +70,15 @@ class ArrayBatches:
         self.leaves = leaves
         self.structure = structure
         self.schedule = schedule
+        self._latest: ArrayIterator | None = None
+        self._begin_at: State | None = None
 
     def __iter__(self) -> ArrayIterator:
-        return ArrayIterator(self)
+        self._latest = ArrayIterator(self)
+        if self._begin_at is not None:
+            self._latest.set_state(self._begin_at)
+            self._begin_at = None
+        return self._latest
 
     def __len__(self) -> int:
         length = self.schedule.length
@@ -83,6 +90,16 @@ class ArrayBatches:
         schedule = self.schedule
         order = "in order" if schedule.seed is None else f"shuffled by {schedule.seed}"
         return f"from_arrays({schedule.rows} rows, batch_size={schedule.batch_size}, {order})"
+
+    def get_state(self) -> State:
+        """Where the pass begun last stands; the beginning if it has ended or none was begun."""
+        latest = ArrayIterator(self) if self._latest is None or self._latest.ended else self._latest
+        return self._begin_at or latest.get_state()
+
+    def set_state(self, state: State) -> None:
+        """Lets the next pass, and only that, begin at the place that `get_state` gave."""
+        ArrayIterator(self).set_state(state)  # refuses the place of another sequence
+        self._begin_at = state
 
     @property
     def element_spec(self) -> PyTree:
@@ -111,6 +128,7 @@ class ArrayIterator:
         self._data = data
         self._position = Position()
         self._order: tuple[int, np.ndarray | None] = (-1, None)
+        self.ended = False
 
     def __iter__(self) -> ArrayIterator:
         return self
@@ -127,6 +145,7 @@ class ArrayIterator:
         """The next batch, not yet gathered."""
         position = self._data.schedule.settle(self._position)
         if position is None:
+            self.ended = True
             raise StopIteration
         self._position = Position(position.epoch, position.batch + 1)
         span = self._data.schedule.span(position.batch)
