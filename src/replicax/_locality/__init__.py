@@ -4,6 +4,8 @@ from replicax._locality.marks import assert_mirrored as assert_mirrored
 from replicax._locality.replicas import Analysis as Analysis
 from replicax._locality.replicas import Finding as Finding
 from replicax._locality.replicas import analyse as analyse
+from replicax._locality.rows import Rows as Rows
+from replicax._locality.rows import analyse_rows as analyse_rows
 from replicax._locality.sites import Site as Site
 from replicax._locality.sites import call_site as call_site
 from replicax._locality.sites import is_users as is_users

@@ -146,13 +146,14 @@ class _Replicas(Walk[State]):
             return self._starts(eqn, scope, "it is written on some replicas only")
         return self._computed(eqn, [state, *indices], scope)
 
-    def choose(self, eqn: JaxprEqn, predicate: State, scope: Scope) -> tuple[Scope, State]:
+    def choose(self, eqn: JaxprEqn, predicate: State, scope: Scope) -> tuple[Scope, Callable[[State], State]]:
         if isinstance(predicate, Mirrored):
-            return scope, MIRRORED
+            return scope, lambda result: result
         cause = self._used(predicate, eqn, scope).origin
         why = "the branch taken" if eqn.primitive.name == "cond" else "the number of turns of this loop"
         choice = self._starts(eqn, scope, f"{why} differs per replica")
-        return (scope if scope.control is not None else replace(scope, control=cause)), choice
+        inner = scope if scope.control is not None else replace(scope, control=cause)
+        return inner, lambda result: self.join(result, choice, eqn, scope)
 
     def element(self, eqn: JaxprEqn, state: State, scope: Scope) -> State:
         return state

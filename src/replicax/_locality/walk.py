@@ -81,8 +81,8 @@ class Walk(ABC, Generic[S]):
         """What an equation computes that wraps a body; ``walk(scope)`` is what the body computes."""
 
     @abstractmethod
-    def choose(self, eqn: JaxprEqn, predicate: S, scope: Scope) -> tuple[Scope, S]:
-        """The scope of what `predicate` decides about, and what the decision adds to every result."""
+    def choose(self, eqn: JaxprEqn, predicate: S, scope: Scope) -> tuple[Scope, Callable[[S], S]]:
+        """The scope of what `predicate` decides about, and what its decision makes of every result."""
 
     @abstractmethod
     def window(self, eqn: JaxprEqn, state: S, indices: Sequence[S], scope: Scope) -> S:
@@ -138,11 +138,11 @@ class Walk(ABC, Generic[S]):
         return self.call(eqn, states, inner, lambda scope: self._outputs(body, states, scope))
 
     def _cond(self, eqn: JaxprEqn, states: list[Any], scope: Scope) -> Sequence[S]:
-        inner, choice = self.choose(eqn, states[0], _nested(eqn, scope))
-        results: list[Any] = [choice] * len(eqn.outvars)
-        for branch in eqn.params["branches"]:
-            results = self._joined(results, self._outputs(branch.jaxpr, states[1:], inner), eqn, scope)
-        return results
+        inner, decide = self.choose(eqn, states[0], _nested(eqn, scope))
+        first, *others = [self._outputs(branch.jaxpr, states[1:], inner) for branch in eqn.params["branches"]]
+        for other in others:
+            first = self._joined(first, other, eqn, scope)
+        return [decide(result) for result in first]
 
     def _scan(self, eqn: JaxprEqn, states: list[Any], scope: Scope) -> Sequence[S]:
         body: Jaxpr = eqn.params["jaxpr"].jaxpr
@@ -167,10 +167,9 @@ class Walk(ABC, Generic[S]):
         def turn(carry: list[Any]) -> tuple[list[Any], list[Any]]:
             inner, *carry = carry
             (predicate,) = self._outputs(test, [*test_consts, *carry], inner)
-            inner, choice = self.choose(eqn, predicate, nested)
+            inner, decide = self.choose(eqn, predicate, nested)
             results = self._outputs(body, [*body_consts, *carry], inner)
-            carry = self._joined(carry, [choice] * len(carry), eqn, scope)
-            return [inner, *self._joined(carry, results, eqn, scope)], []
+            return [inner, *(decide(result) for result in self._joined(carry, results, eqn, scope))], []
 
         (_, *carry), _ = self._until_stable([nested, *carry], turn)
         return carry
