@@ -278,7 +278,7 @@ class ReplicaContext:
     3
     """
 
-    __slots__ = ("_strategy", "_replica_id", "_ledger")
+    __slots__ = ("__weakref__", "_strategy", "_replica_id", "_ledger")
 
     def __init__(self, strategy: Strategy, replica_id_in_sync_group: Any, ledger: Ledger | None = None) -> None:
         if not (

@@ -38,7 +38,7 @@ from replicax._cross import host, in_step
 from replicax._locality import Site, call_site
 from replicax._options import CommunicationOptions, ReduceOp, VariableAggregation
 from replicax._placement import AXIS
-from replicax._values import TRACED, PerReplica
+from replicax._values import PARTS, ROWS, TRACED, PerReplica
 from replicax._variables import storage
 
 if TYPE_CHECKING:
@@ -184,17 +184,30 @@ class TracedLedger:
 
     def reduce_across(self, op: ReduceOp, value: PerReplica, axes: tuple[int, ...] | None) -> Any:
         """`strategy.reduce` in cross-replica code of this run."""
-        return host.reduce_local(
-            lambda which, x: self.all_reduce(which, x, None), op, value.data, axes
-        )
+        return host.reduce_local(lambda which, x: self.all_reduce(which, x, None), op, self._own(value), axes)
 
     def gather_across(self, value: PerReplica, axis: int) -> Any:
         """`strategy.gather` in cross-replica code of this run."""
-        return in_step.all_gather(self.placement, value.data, axis)
+        return in_step.all_gather(self.placement, self._own(value), axis)
 
-    def components(self, value: PerReplica) -> list[Any]:
-        """A per-replica value opened in cross-replica code: the component of every replica."""
-        return in_step.stack(self.placement, value.data)
+    def components(self, value: PerReplica | Variable) -> list[Any]:
+        """A per-replica value or an on-read variable opened in cross-replica code: the component of every replica."""
+        return in_step.stack(self.placement, self._own(value) if isinstance(value, PerReplica) else self.read(value))
+
+    def _own(self, value: PerReplica) -> Any:
+        """This replica's component. What was laid out on the host before becomes part of the program."""
+        if value.form == TRACED:
+            return value.data
+        if value.form == PARTS:
+            parts = [part if isinstance(part, jax.core.Tracer) else np.asarray(part) for part in value.data]
+            if len({(part.shape, part.dtype) for part in parts}) > 1 or parts[0].dtype.kind in "OSU":
+                raise _errors.ragged_argument("", value)
+            whole = jnp.stack(parts)
+        else:
+            whole = np.asarray(value.data)
+            if value.form == ROWS:
+                whole = whole.reshape(self.placement.replicas, -1, *whole.shape[1:])
+        return jnp.asarray(whole)[self.replica_id()]
 
     def merge_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = self.to_cross((args, kwargs))
@@ -219,7 +232,7 @@ class TracedLedger:
 
     def to_replica(self, tree: PyTree) -> PyTree:
         return jax.tree.map(
-            lambda leaf: leaf.data if isinstance(leaf, PerReplica) else leaf,
+            lambda leaf: self._own(leaf) if isinstance(leaf, PerReplica) else leaf,
             tree,
             is_leaf=lambda leaf: isinstance(leaf, PerReplica),
         )

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding, Sharding
 
 from replicax import _context, _errors, _run, _values
-from replicax._context import Kind, Scope
+from replicax._context import Kind, Mode, Scope
 from replicax._cross import host, in_step
 from replicax._cross.algorithms import AllReduceAlgorithm
 from replicax._cross.slices import is_slices
@@ -200,7 +200,7 @@ class Strategy:
 
         def one(leaf: Any) -> Any:
             if isinstance(leaf, Variable):
-                leaf = _variable_as_value(leaf)
+                leaf = _variable_as_value(leaf, mode)
             if mode is not None and mode.ledger is not None:
                 return _reduce_in_run(mode.ledger, op, leaf, axes, self.num_replicas_in_sync)
             return host.reduce(self.cross_device_ops, self.placement, op, leaf, axes, merged)
@@ -337,9 +337,11 @@ def _axes(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
     raise TypeError(f"strategy.reduce(..., axis={axis!r}): an axis is an int, a tuple of ints or None.")
 
 
-def _variable_as_value(variable: Variable) -> Any:
+def _variable_as_value(variable: Variable, mode: Mode | None) -> Any:
     """An on-read variable counts as its components, a mirrored one as its value."""
     if variable.on_read and variable.strategy.num_replicas_in_sync > 1:
+        if mode is not None and mode.ledger is not None:
+            return PerReplica(variable.values)
         return _values.lay_out(variable.placement, variable.values)
     return variable.value
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from replicax import _context, _errors
+from replicax._input import distribute
+from replicax._input.rows import ArrayRows
 from replicax._options import CommunicationOptions, ReduceOp
 from replicax._strategy import destinations as _destinations
 from replicax._strategy import update as _update
@@ -132,6 +134,10 @@ class StrategyExtended:
     ) -> Any:
         """The former name of `Strategy.run_steps`."""
         return self._strategy.run_steps(fn, iterator, iterations, initial_loop_values)
+
+    def experimental_make_numpy_dataset(self, numpy_input: PyTree, session: None = None) -> ArrayRows:
+        """The rows of arrays as a dataset: ``.shuffle(...)``, ``.batch(global_batch_size)``, then distribute it."""
+        return distribute.make_numpy(self._strategy, numpy_input)
 
     # -- variables
 

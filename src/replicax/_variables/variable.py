@@ -145,8 +145,13 @@ class Variable(metaclass=_Creating):
 
     @property
     def values(self) -> tuple[jax.Array, ...]:
-        """The copy or component of every replica of this process."""
-        return storage.components(self)
+        """The copy or component of every replica: of this process on the host, of all in a run."""
+        mode = _context.current()
+        if mode is None or mode.ledger is None:
+            return storage.components(self)
+        if not self.on_read:
+            return (self.value,) * self.strategy.num_replicas_in_sync
+        return tuple(mode.ledger.components(self))
 
     def __jax_array__(self) -> jax.Array:
         return self.value
