@@ -838,3 +838,7 @@ def unknown_to_optimizer(unknown: Sequence[Any], known: Sequence[Any]) -> Variab
             ["opt.build(all_variables) before the first step"],
         )
     )
+
+
+def not_a_number(fn: Any, site: Any, error: Exception) -> FloatingPointError:
+    return FloatingPointError(f"`{_name(fn)}` made a value that is not a number at {site}: {error}")

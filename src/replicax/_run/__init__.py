@@ -15,6 +15,7 @@ from replicax._context import Kind, Mode, ReplicaContext
 from replicax._ledger import TracedLedger
 from replicax._options import RunOptions
 from replicax._run import arguments, eager
+from replicax._run.trace import site_of
 from replicax._values import PARTS, PerReplica
 
 if TYPE_CHECKING:
@@ -44,9 +45,26 @@ def run(
                 if type(arg) not in _DIRECT or type(arg) is PerReplica and arg.form == PARTS:
                     break
             else:
-                return program(args, {})
-    args, kwargs, statics = arguments.prepared(strategy.placement, args, kwargs or {})
-    return strategy.programs.find(fn, statics, options.donate if options else ())(args, kwargs)
+                try:
+                    return program(args, {})
+                except FloatingPointError as error:
+                    raise _located(strategy, fn, args, {}, error) from None
+    plain = args, kwargs or {}
+    args, kwargs, statics = arguments.prepared(strategy.placement, *plain)
+    program = strategy.programs.find(fn, statics, options.donate if options else ())
+    try:
+        return program(args, kwargs)
+    except FloatingPointError as error:
+        raise _located(strategy, fn, *plain, error) from None
+
+
+def _located(strategy: Strategy, fn: Callable[..., Any], args: Any, kwargs: Any, error: Exception) -> Exception:
+    """Under `jax_debug_nans`: the line of the step that made the NaN, found by running it line by line."""
+    try:
+        eager.run(strategy, fn, args, kwargs, RunOptions(concurrent=False))
+    except FloatingPointError as located:
+        return _errors.not_a_number(fn, site_of(located), located)
+    return error
 
 
 def check_arguments(args: Any) -> tuple[Any, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import functools
 import types
 import warnings
 from collections import Counter
@@ -19,6 +21,9 @@ MOST = 512
 """Programs kept per strategy; the oldest go first."""
 
 MANY_COPIES = 8
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum)
+"""Values that a partial may bind and still be recognised when it is made anew."""
 
 
 class Programs:
@@ -76,7 +81,13 @@ class Programs:
 
 
 def _contents(fn: Any) -> Any:
-    """What a plain function consists of, by identity; None for other callables."""
+    """What a function or a `functools.partial` consists of; None for other callables and what cannot be compared."""
+    if isinstance(fn, functools.partial):
+        inner = _contents(fn.func)
+        bound = [*enumerate(fn.args), *fn.keywords.items()]
+        if inner is None or not all(isinstance(value, _PLAIN) for _, value in bound):
+            return None
+        return inner, tuple((name, type(value), value) for name, value in bound)
     if not isinstance(fn, types.FunctionType):
         return None
     try:
@@ -86,3 +97,4 @@ def _contents(fn: Any) -> Any:
     defaults = tuple(map(id, fn.__defaults__ or ()))
     keywords = tuple((name, id(value)) for name, value in (fn.__kwdefaults__ or {}).items())
     return fn.__code__, cells, defaults, keywords, id(fn.__globals__)
+

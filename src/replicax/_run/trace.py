@@ -122,7 +122,7 @@ def trace(strategy: Strategy, fn: Callable[..., Any], kind: Kind, args: Any, kwa
         except TypeError as error:
             if not isinstance(error, _CONCRETE_NEEDED) and "concrete value" not in str(error):
                 raise
-            raise _errors.traced_value_used(fn, error, _site_of(error)) from error
+            raise _errors.traced_value_used(fn, error, site_of(error)) from error
     return recording.step(closed, in_specs)
 
 
@@ -261,7 +261,7 @@ class _Recording:
         return carries, None if self.ledger.mask_consulted else site
 
 
-def _site_of(error: BaseException) -> _locality.Site | None:
+def site_of(error: BaseException) -> _locality.Site | None:
     """The user's line at which `error` was raised."""
     site = None
     for frame, line in traceback.walk_tb(error.__traceback__):
