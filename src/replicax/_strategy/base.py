@@ -15,6 +15,10 @@ from replicax._cross import host, in_step
 from replicax._cross.algorithms import AllReduceAlgorithm
 from replicax._cross.slices import is_slices
 from replicax._host import require_threads
+from replicax._input import distribute
+from replicax._input.dataset import DistributedDataset, DistributedIterator
+from replicax._input.explain import Explanation
+from replicax._input.options import InputContext, InputOptions, InputReplicationMode
 from replicax._options import CommunicationOptions, ReduceOp, RunOptions
 from replicax._placement import Placement
 from replicax._run.cache import Programs
@@ -227,6 +231,59 @@ class Strategy:
             return host.gather(self.placement, leaf, axis)
 
         return jax.tree.map(one, value, is_leaf=_is_value)
+
+    # -- input
+
+    def distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> DistributedDataset:
+        """Splits every global batch of `dataset` over the replicas; iterate over the result and `run` a step on each.
+
+        Args:
+          dataset: Any iterable of global batches (pytrees of arrays with a common leading axis): a list, a generator, Grain,
+            `tf.data`, a torch `DataLoader`; `rx.data.from_arrays` makes one from arrays.
+          options: See `rx.InputOptions`.
+
+        >>> import jax, numpy as np, replicax as rx
+        >>> strategy = rx.MirroredStrategy(jax.devices()[:2])
+        >>> batches = rx.data.from_arrays(np.arange(6.0, dtype=np.float32), batch_size=4)
+        >>> for x in strategy.distribute_dataset(batches):
+        ...     print(strategy.reduce("mean", strategy.run(rx.mean, (x,))))
+        1.5
+        4.5
+        """
+        return distribute.distribute_dataset(self, dataset, options)
+
+    experimental_distribute_dataset = distribute_dataset
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Data from a function that makes each input pipeline's own dataset, in batches for one replica.
+
+        `dataset_fn` gets an `rx.InputContext`, which says which pipeline it makes and how large a replica's batch is.
+        """
+        return distribute.distribute_from_function(self, dataset_fn, options)
+
+    experimental_distribute_datasets_from_function = distribute_datasets_from_function
+
+    def make_dataset_iterator(self, dataset: Any) -> DistributedIterator:
+        """As `distribute_dataset`, giving an iterator that can be initialised again."""
+        return distribute.make_dataset_iterator(self, dataset)
+
+    def make_input_fn_iterator(
+        self,
+        input_fn: Callable[[InputContext], Any],
+        replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
+    ) -> DistributedIterator:
+        """As `distribute_datasets_from_function`, giving an iterator that can be initialised again."""
+        return distribute.make_input_fn_iterator(self, input_fn, replication_mode)
+
+    def experimental_make_numpy_dataset(self, numpy_input: PyTree, session: Any = None) -> Any:
+        """The rows of arrays as a dataset on the host; batch it, then distribute it."""
+        return distribute.make_numpy(self, numpy_input)
+
+    def explain(self, dataset: Any) -> Explanation:
+        """Who reads which rows of `dataset`, how its short batch is split, and why. Print it."""
+        return distribute.explain(self, dataset)
 
     # -- taking apart and putting together
 
