@@ -59,33 +59,27 @@ class Program:
         self._hoisted: list[Any] = []
         self._constants: list[Any] = []
         self._compiled: Callable[..., Any] = _unseen
-        self._direct = True
-        """Whether all variables rest where the program computes, so that their arrays go in and out as they are."""
+        self._simple = True
+        """Whether the variables' arrays go in and out as they are and nothing about the arguments needs looking at."""
         self._returns_statics = False
         self._averages_padding = False
         self._exports = -1
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with dispatch_lock:
-            if self._exports != storage.Exports.count:
-                self._take_back_exports()
-            if self._averages_padding:
-                self._refuse_padding(args, kwargs)
-            if not self._direct or self.donate:
-                return self._call_indirectly(args, kwargs)
-            written = self._written
+            if self._exports != storage.Exports.count or not self._simple:
+                return self._call_with_care(args, kwargs)
             try:
                 new, out = self._compiled(
-                    [v._array for v in written], (), [v._array for v in self._read], self._constants, args, kwargs
+                    [v._array for v in self._written], (), [v._array for v in self._read], self._constants, args, kwargs
                 )
             except (_Unseen, ValueError) as error:
                 trouble = error
-                new = None
-            if new is None:
-                return self(*self._overcome(trouble, args, kwargs))
-            for variable, array in zip(written, new, strict=True):
-                variable._array = array
-        return _with_statics(out) if self._returns_statics else out
+            else:
+                for variable, array in zip(self._written, new, strict=False):
+                    variable._array = array
+                return _with_statics(out) if self._returns_statics else out
+            return self(*self._overcome(trouble, args, kwargs))
 
     def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
         """The program for these arguments, before XLA compiles it."""
@@ -100,8 +94,11 @@ class Program:
 
     # -- the slower ways in and out
 
-    def _call_indirectly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As `__call__`, for variables that rest elsewhere and arguments that may be donated."""
+    def _call_with_care(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As `__call__`, for variables that were handed out or rest elsewhere, donated arguments, and padded batches."""
+        self._take_back_exports()
+        if self._averages_padding:
+            self._refuse_padding(args, kwargs)
         donated, rest = self._split_donated(args)
         try:
             new, out = self._compiled(
@@ -110,12 +107,11 @@ class Program:
             )  # fmt: skip
         except (_Unseen, ValueError) as error:
             trouble = error
-            new = None
-        if new is None:
-            return self(*self._overcome(trouble, args, kwargs))
-        for variable, array in zip(self._written, new, strict=True):
-            self._send(variable, array)
-        return _with_statics(out) if self._returns_statics else out
+        else:
+            for variable, array in zip(self._written, new, strict=True):
+                self._send(variable, array)
+            return _with_statics(out) if self._returns_statics else out
+        return self(*self._overcome(trouble, args, kwargs))
 
     def _overcome(self, trouble: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Does what is needed for the same call to go through: traces it, or moves its arguments to our devices."""
@@ -202,7 +198,8 @@ class Program:
         read = [v for v in dict.fromkeys([*self._read, *step.variables]) if v not in written]
         grown = len(written) != len(self._written) or read != self._read
         self._written, self._read = list(written), read
-        self._direct = all(self._rests_here(v) for v in [*self._written, *self._read])
+        resting = all(self._rests_here(v) for v in [*self._written, *self._read])
+        self._simple = resting and not self.donate and not self._averages_padding
         if self._hoist(step) or grown or self._compiled is _unseen:
             self._compiled = self._build()
         self._take_back_exports()
