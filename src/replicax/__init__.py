@@ -1,9 +1,18 @@
-"""replicax: write a training step once, for one replica, and run it on any placement of devices."""
+"""replicax: write a training step once, for one replica, and run it on any placement of devices.
+
+The names below stand in the order in which a reader meets the ideas: strategies, variables, gradients and optimizers,
+data, contexts, values, options, errors. Modules named beside them hold what belongs to one subject.
+"""
 
 from replicax import _host
 
-_host.tune_at_import()
+_host.tune_at_import()  # before anything can start JAX's backend
 
+from replicax import cluster as cluster
+from replicax import cluster_resolver as cluster_resolver
+from replicax import data as data
+from replicax import host as host
+from replicax import metrics as metrics
 from replicax._context import ReplicaContext as ReplicaContext
 from replicax._context import experimental_set_strategy as experimental_set_strategy
 from replicax._context import get_replica_context as get_replica_context
@@ -11,9 +20,29 @@ from replicax._context import get_strategy as get_strategy
 from replicax._context import has_strategy as has_strategy
 from replicax._context import in_cross_replica_context as in_cross_replica_context
 from replicax._cross.slices import IndexedSlices as IndexedSlices
+from replicax._errors import CheckpointError as CheckpointError
 from replicax._errors import ContextError as ContextError
+from replicax._errors import DeviceError as DeviceError
+from replicax._errors import HostError as HostError
+from replicax._errors import InputError as InputError
 from replicax._errors import LocalityError as LocalityError
+from replicax._errors import NotAvailableError as NotAvailableError
+from replicax._errors import OutOfRangeError as OutOfRangeError
+from replicax._errors import ReplicaxError as ReplicaxError
+from replicax._errors import StaticArgumentError as StaticArgumentError
+from replicax._errors import StructureError as StructureError
+from replicax._errors import VariableError as VariableError
+from replicax._input.dataset import DistributedDataset as DistributedDataset
+from replicax._input.dataset import DistributedIterator as DistributedIterator
+from replicax._input.options import AutoShardPolicy as AutoShardPolicy
+from replicax._input.options import InputContext as InputContext
+from replicax._input.options import InputOptions as InputOptions
+from replicax._input.options import InputReplicationMode as InputReplicationMode
 from replicax._locality import assert_mirrored as assert_mirrored
+from replicax._losses import compute_average_loss as compute_average_loss
+from replicax._losses import mean as mean
+from replicax._losses import scale_regularization_loss as scale_regularization_loss
+from replicax._options import CollectiveHints as CollectiveHints
 from replicax._options import CommunicationImplementation as CommunicationImplementation
 from replicax._options import CommunicationOptions as CommunicationOptions
 from replicax._options import ReduceOp as ReduceOp
@@ -26,11 +55,24 @@ from replicax._strategy.extended import StrategyExtended as StrategyExtended
 from replicax._strategy.mirrored import MirroredStrategy as MirroredStrategy
 from replicax._strategy.one_device import OneDeviceStrategy as OneDeviceStrategy
 from replicax._strategy.where import locality as locality
+from replicax._validity import valid_counts as valid_counts
 from replicax._validity import valid_rows as valid_rows
+from replicax._values import DistributedValues as DistributedValues
 from replicax._values import PerReplica as PerReplica
 from replicax._values import ValueContext as ValueContext
 from replicax._variables.creation import variable_creator_scope as variable_creator_scope
 from replicax._variables.gradients import grad as grad
 from replicax._variables.gradients import value_and_grad as value_and_grad
 from replicax._variables.variable import Variable as Variable
+from replicax.cluster import Server as Server
 from replicax.optim import Optimizer as Optimizer
+
+
+def _show_public_names() -> None:
+    """Messages, pages and tracebacks show the path that users import: `replicax.Variable`."""
+    for value in list(globals().values()):
+        if getattr(value, "__module__", "").startswith("replicax."):
+            value.__module__ = "replicax"
+
+
+_show_public_names()
