@@ -5,7 +5,7 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicax import data
@@ -74,6 +74,7 @@ def test_a_batch_may_be_written_to_without_changing_the_data():
     assert rows.tolist() == [0, 1, 2, 3]
 
 
+@settings(deadline=None)
 @given(
     rows=st.integers(1, 40),
     batch_size=st.integers(1, 12),

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicax._input.plan import Position, Schedule, balanced, shuffled
@@ -30,6 +30,7 @@ def test_sizes_differ_by_at_most_one_and_the_larger_come_first(rows, replicas, s
     assert balanced(rows, replicas).sizes == sizes
 
 
+@settings(deadline=None)
 @given(rows=SIZES, replicas=REPLICAS, batch_size=SIZES)
 def test_every_row_goes_to_exactly_one_replica(rows, replicas, batch_size):
     split = balanced(rows, replicas, batch_size)
@@ -41,6 +42,7 @@ def test_every_row_goes_to_exactly_one_replica(rows, replicas, batch_size):
     assert list(split.sizes) == sorted(split.sizes, reverse=True)
 
 
+@settings(deadline=None)
 @given(batch_size=SIZES, replicas=REPLICAS, data=st.data())
 def test_a_short_batch_has_the_shape_of_a_full_one(batch_size, replicas, data):
     rows = data.draw(st.integers(1, batch_size))
@@ -51,6 +53,7 @@ def test_a_short_batch_has_the_shape_of_a_full_one(batch_size, replicas, data):
     assert max(short.sizes) <= short.block
 
 
+@settings(deadline=None)
 @given(rows=SIZES, replicas=REPLICAS, batch_size=SIZES)
 def test_valid_rows_stand_first_and_padding_repeats_rows_of_the_batch(rows, replicas, batch_size):
     split = balanced(rows, replicas, batch_size)
@@ -64,6 +67,7 @@ def test_valid_rows_stand_first_and_padding_repeats_rows_of_the_batch(rows, repl
         assert len(set(block[size:])) <= 1
 
 
+@settings(deadline=None)
 @given(rows=SIZES, replicas=REPLICAS, batch_size=SIZES, data=st.data())
 def test_processes_read_between_them_what_one_process_reads(rows, replicas, batch_size, data):
     split = balanced(rows, replicas, batch_size)
@@ -79,6 +83,7 @@ def test_the_mask_holds_valid_rows_of_the_replica_and_of_the_batch():
     np.testing.assert_array_equal(balanced(5, 4, 12).mask(), [[2, 5], [1, 5], [1, 5], [1, 5]])
 
 
+@settings(deadline=None)
 @given(rows=SIZES, batch_size=SIZES, epochs=st.integers(1, 3), seed=st.none() | st.integers(0, 2**64 - 1))
 def test_an_epoch_holds_every_row_once(rows, batch_size, epochs, seed):
     schedule = Schedule(rows, batch_size, epochs, seed=seed)
@@ -91,6 +96,7 @@ def test_an_epoch_holds_every_row_once(rows, batch_size, epochs, seed):
         assert sorted(of_epoch) == list(range(rows))
 
 
+@settings(deadline=None)
 @given(rows=SIZES, batch_size=SIZES, seed=st.none() | st.integers(0, 9), data=st.data())
 def test_a_walk_resumed_anywhere_goes_on_with_the_same_rows(rows, batch_size, seed, data):
     schedule = Schedule(rows, batch_size, epochs=2, seed=seed)
@@ -103,6 +109,7 @@ def test_a_walk_resumed_anywhere_goes_on_with_the_same_rows(rows, batch_size, se
     assert [batch for _, batch in resumed] == [batch for _, batch in whole[stop:]]
 
 
+@settings(deadline=None)
 @given(rows=SIZES, batch_size=SIZES)
 def test_drop_remainder_leaves_out_the_short_batch_only(rows, batch_size):
     schedule = Schedule(rows, batch_size, drop_remainder=True)
