@@ -132,8 +132,9 @@ class StrategyExtended:
     def experimental_run_steps_on_iterator(
         self, fn: Callable[..., Any], iterator: Any, iterations: int = 1, initial_loop_values: Any = None
     ) -> Any:
-        """The former name of `Strategy.run_steps`."""
-        return self._strategy.run_steps(fn, iterator, iterations, initial_loop_values)
+        """As `Strategy.run_steps`, but an element that is a tuple stays one argument: ``fn(context, element)``."""
+        one_each = map(_alone, iterator) if hasattr(iterator, "__next__") else iterator
+        return self._strategy.run_steps(fn, one_each, iterations, initial_loop_values)
 
     def experimental_make_numpy_dataset(self, numpy_input: PyTree, session: None = None) -> ArrayRows:
         """The rows of arrays as a dataset: ``.shuffle(...)``, ``.batch(global_batch_size)``, then distribute it."""
@@ -206,6 +207,10 @@ class StrategyExtended:
     def _refuse_default(self, what: str) -> None:
         if self._strategy is _context.default_strategy():
             raise _errors.no_devices_by_default(f"extended.{what}")
+
+
+def _alone(element: Any) -> tuple[Any]:
+    return (element,)
 
 
 def _one(destinations: Any) -> Any:

@@ -99,7 +99,7 @@ def _carry_out(
         _refuse_per_replica(call, args, kwargs)
         results = [_on_host(strategy, fn, args, kwargs)]
     merged = results[0] if len(results) == 1 else _merged(strategy, results, apart)
-    return merged if group else _ungrouped(strategy, merged, alone)
+    return merged if group else ungrouped(strategy, merged, alone)
 
 
 def _on_host(
@@ -114,11 +114,11 @@ def _merged(strategy: Strategy, results: Sequence[PyTree], apart: bool) -> PyTre
     return regroup(results, (lambda parts: lay_out(strategy.placement, parts)) if apart else (lambda parts: parts[0]))
 
 
-def _ungrouped(strategy: Strategy, merged: PyTree, alone: bool) -> PyTree:
-    """Each leaf as a tuple with one entry per component; a variable that exists only once has one."""
+def ungrouped(strategy: Strategy, merged: PyTree, alone: bool, kind: type[Any] = tuple) -> PyTree:
+    """Each leaf as a tuple, or list, with one entry per component; a variable that exists only once has one."""
 
-    def components(leaf: Any) -> tuple[Any, ...]:
-        return (leaf,) if alone else strategy.experimental_local_results(leaf)
+    def components(leaf: Any) -> Any:
+        return kind((leaf,) if alone else strategy.experimental_local_results(leaf))
 
     return jax.tree.map(components, merged, is_leaf=lambda leaf: leaf is None or isinstance(leaf, PerReplica))
 

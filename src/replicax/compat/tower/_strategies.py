@@ -1,0 +1,102 @@
+"""Which strategies were there in 2018, and which one of today does the work of each?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from replicax._devices import resolve
+from replicax._strategy.mirrored import MirroredStrategy as Mirrored
+from replicax._strategy.one_device import OneDeviceStrategy as OneDevice
+from replicax.cluster import validate_cluster
+from replicax.cluster._roles import CHIEF, WORKER
+from replicax.compat.tower import _refusals
+from replicax.compat.tower._strategy import DistributionStrategy
+
+
+class MirroredStrategy(DistributionStrategy):
+    """One tower on each device of this machine, variables mirrored on all of them.
+
+    Args:
+      devices: Devices or words such as ``"/gpu:0"``; by default as for `rx.MirroredStrategy`.
+      num_gpus: So many of the first GPUs instead; 0 is one CPU. `num_gpus_per_worker` is another name of it.
+      cross_tower_ops: How values are added up. `cross_device_ops` is the later name of it.
+      prefetch_on_device: Nothing to choose here; batches are moved while the last one is worked on.
+      auto_shard_dataset: Nothing to choose here; one process reads everything.
+      eager: True runs towers line by line, so that `print` and `pdb` work.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[jax.Device | str] | None = None,
+        num_gpus: int | None = None,
+        num_gpus_per_worker: int | None = None,
+        cross_tower_ops: Any = None,
+        prefetch_on_device: bool | None = None,
+        auto_shard_dataset: bool = False,
+        cross_device_ops: Any = None,
+        *,
+        eager: bool = False,
+    ) -> None:
+        if devices is not None and num_gpus is not None:
+            raise _refusals.two_ways("MirroredStrategy", "devices", "num_gpus")
+        if num_gpus is not None and num_gpus_per_worker is not None:
+            raise _refusals.two_ways("MirroredStrategy", "num_gpus", "num_gpus_per_worker")
+        if cross_tower_ops is not None and cross_device_ops is not None:
+            raise _refusals.two_cross_tower_ops()
+        if devices is not None and len(devices) == 0:
+            raise _refusals.no_devices()
+        count = num_gpus if num_gpus is not None else num_gpus_per_worker
+        if devices is None and count is not None:
+            devices = local_accelerators(count)
+        self._over(Mirrored(devices, cross_tower_ops or cross_device_ops, eager=eager))
+
+
+class OneDeviceStrategy(DistributionStrategy):
+    """Everything on one device, with the API of many."""
+
+    def __init__(
+        self, device: jax.Device | str, prefetch_on_device: bool | None = None, *, eager: bool = False
+    ) -> None:
+        self._over(OneDevice(device, eager=eager))
+
+
+class CollectiveAllReduceStrategy(DistributionStrategy):
+    """One tower on each of this worker's devices, and collectives to reduce.
+
+    On one machine it is `MirroredStrategy`. Several are configured into one by a cluster, which needs processes.
+
+    Args:
+      num_gpus_per_worker: So many of the first GPUs; 0 is one CPU.
+    """
+
+    def __init__(self, num_gpus_per_worker: int = 0, *, eager: bool = False) -> None:
+        self._over(Mirrored(local_accelerators(num_gpus_per_worker), eager=eager))
+
+    def configure(
+        self,
+        session_config: Any = None,
+        cluster_spec: Any = None,
+        task_type: str | None = None,
+        task_id: int | None = None,
+    ) -> None:
+        """Turns it into one worker of a cluster; without one it stays what it is."""
+        if not cluster_spec:
+            return
+        if task_type is None or task_id is None:
+            raise _refusals.no_task("CollectiveAllReduceStrategy")
+        cluster = validate_cluster(cluster_spec, task_type, task_id)
+        if task_type not in (CHIEF, WORKER):
+            raise _refusals.wrong_task("CollectiveAllReduceStrategy", task_type, cluster.jobs)
+        raise _refusals.not_available(
+            "CollectiveAllReduceStrategy.configure(cluster_spec=...)",
+            "This version of replicax runs in one process.",
+            "configure() without a cluster, for the devices of this machine",
+        )
+
+
+def local_accelerators(count: int) -> list[jax.Device]:
+    """The first `count` GPUs of this machine; for 0 its CPU."""
+    return [resolve(f"/gpu:{i}") for i in range(count)] or [resolve("/cpu:0")]
