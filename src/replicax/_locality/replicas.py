@@ -212,6 +212,8 @@ class _Replicas(Walk[State]):
         if self._crosses(eqn):
             if self._clears(eqn, scope):
                 return None
+            if name == "axis_index":
+                return "the replica id was read"
             among = " within its group" if name in _CLEARING else ""
             return f"lax.{name} gives each replica another value{among}"
         if any(type(effect).__name__ not in _HARMLESS_EFFECTS for effect in eqn.effects):
@@ -256,10 +258,8 @@ _SUMS = frozenset({"psum", "psum_invariant"})
 _CLEARING = _SUMS | {"pmax", "pmin", "all_gather", "all_gather_invariant", "pbroadcast"}
 # Not a source: `empty2`, with which `cond` fills the residuals of the branch that was not taken, and nobody reads them.
 _SOURCES = {
-    "axis_index": "the replica id was read",
     "io_callback": "an io_callback may answer differently on each replica",
     "rng_uniform": "lax.rng_uniform draws from each device's own generator",
-    "infeed": "each device is fed on its own",
     "empty": "memory that was not written to was read",
     "empty_ref": "memory that was not written to was read",
 }
@@ -293,7 +293,7 @@ def _types(atoms: Sequence[Any]) -> list[Any]:
 
 _LINEAR = frozenset(
     "neg add sub add_any convert_element_type reduce_precision reshape broadcast_in_dim transpose squeeze reduce_sum "
-    "cumsum copy copy_p slice dynamic_slice dynamic_update_slice gather concatenate split stack unstack tile pad rev "
+    "cumsum copy slice dynamic_slice dynamic_update_slice gather concatenate split stack unstack tile pad rev "
     "select_n real imag conj stop_gradient device_put sharding_constraint optimization_barrier name".split()
 )
 _BILINEAR = frozenset({"mul", "dot_general", "conv_general_dilated"})

@@ -337,8 +337,10 @@ def _counted_axis(atom: Any, rows: int, made_by: dict[Any, JaxprEqn]) -> int | N
             return None if axis_before is None else _broadcast(maker, 0, axis_before)
         case "select_n":  # where(i < 0, i + rows, i), with which jax.numpy treats negative indices
             test, index = made_by.get(maker.invars[0]), maker.invars[1]
-            negative = test is not None and test.primitive.name == "lt" and test.invars[0] is index
-            return _counted_axis(index, rows, made_by) if negative and _is_zero(test.invars[1]) else None
+            if test is None or test.primitive.name != "lt":
+                return None
+            same = test.invars[0] is index and _is_zero(test.invars[1])
+            return _counted_axis(index, rows, made_by) if same else None
         case "convert_element_type":
             return _counted_axis(maker.invars[0], rows, made_by)
     return None
@@ -365,7 +367,7 @@ def _scatter(eqn: JaxprEqn, index: int, axis: int) -> int | None:
 
 _ELEMENTWISE = (
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj "
-    "convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma "
+    "convert_element_type copy cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma "
     "igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul mulhi ne "
     "neg nextafter not or polygamma population_count pow real reduce_precision regularized_incomplete_beta rem round "
     "rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub "

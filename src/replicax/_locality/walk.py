@@ -221,7 +221,7 @@ class Walk(ABC, Generic[S]):
 
 _Rule = Callable[[Walk[Any], JaxprEqn, list[Any], Scope], Sequence[Any]]
 _STRUCTURE: dict[str, _Rule] = {
-    **dict.fromkeys(("jit", "closed_call", "core_call", "remat2", "shard_map"), Walk._call),
+    **dict.fromkeys(("jit", "closed_call", "remat2", "shard_map"), Walk._call),
     **dict.fromkeys(("custom_jvp_call", "custom_vjp_call", "custom_vmap_call"), Walk._call),
     "cond": Walk._cond,
     "scan": Walk._scan,
