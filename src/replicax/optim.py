@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import jax
@@ -68,12 +68,14 @@ class Optimizer:
         self.state: PyTree = None
         """The transformation's state, with a variable in place of each array."""
         self._building = threading.Lock()
+        self._restore: Callable[[], None] | None = None
 
     def build(self, variables: Iterable[Variable]) -> None:
         """Makes the slots now instead of at the first step, say to restore them from a checkpoint."""
         with self._building:
             if self.state is None:
                 self._build(tuple(variables))
+                self._begin_with_saved_slots()
 
     def _build(self, variables: tuple[Variable, ...]) -> None:
         for variable in variables:
@@ -175,6 +177,31 @@ class Optimizer:
         for leaf, value in zip(jax.tree.leaves(self.state), jax.tree.leaves(new_state), strict=True):
             if isinstance(leaf, Variable) and self._slot_of.get(id(leaf)) in (None, *gradients):
                 leaf.assign(value)
+
+    def checkpoint_items(self) -> dict[str, Any]:
+        """What a checkpoint saves: the slots, each named after its variable if these have names of their own."""
+        names = [variable.name for variable in self.variables]
+        if len(set(names)) < len(names):
+            return {"state": self.state}
+
+        def per_variable(node: Any) -> bool:
+            return isinstance(node, list) and len(node) == len(names)
+
+        named = jax.tree.map(
+            lambda node: dict(zip(names, node, strict=True)) if per_variable(node) else node,
+            self.state,
+            is_leaf=per_variable,
+        )
+        return {"state": named}
+
+    def checkpoint_later(self, restore: Callable[[], None]) -> None:
+        """Called by a restore that found slots for this optimizer before it has any."""
+        self._restore = restore
+
+    def _begin_with_saved_slots(self) -> None:
+        if self._restore is not None:
+            with _jax.on_host():
+                self._restore()
 
     @property
     def slots(self) -> list[Variable]:

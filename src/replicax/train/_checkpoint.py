@@ -6,6 +6,7 @@ which object, also to one that does not exist yet.
 """
 
 import base64
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from replicax import _context
 from replicax._errors import CheckpointError, ContextError, NotConsumedError, message
 from replicax._host import dispatch_lock
 from replicax.train import _store
-from replicax.train._objects import Found, find
+from replicax.train._objects import Composite, Found, find
 from replicax.train._store import Manifest, PendingSave, StrPath
 
 
@@ -48,10 +49,12 @@ class Checkpoint:
 
     _objects: dict[str, Any]
     _waiting: "_Waiting | None"
+    _restore_later: Callable[[], None] | None
 
     def __init__(self, **objects: Any) -> None:
         object.__setattr__(self, "_objects", {})
         object.__setattr__(self, "_waiting", None)
+        object.__setattr__(self, "_restore_later", None)
         for name, value in objects.items():
             setattr(self, name, value)
 
@@ -61,6 +64,8 @@ class Checkpoint:
         self._objects[name] = value
         if self._waiting is not None and self._waiting.has_under(name):
             self._waiting.give(find({name: value}, self.checkpoint_replace))
+        if self._restore_later is not None:
+            self._restore_later()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -129,6 +134,10 @@ class Checkpoint:
     def checkpoint_replace(self, name: str, value: Any) -> None:
         """Puts a restored value in the place of an object that could not be changed."""
         self._objects[name] = value
+
+    def checkpoint_later(self, restore: Callable[[], None]) -> None:
+        """As part of another checkpoint: objects attached from now on ask that one for their values."""
+        object.__setattr__(self, "_restore_later", restore)
 
     def begin(
         self, path: StrPath, notes: Mapping[str, Any] | None = None, then: Callable[[], None] | None = None
@@ -234,15 +243,6 @@ class _Waiting:
         self._note([*pairs, *((name, name) for name in states)], found)
         self._promise(found)
 
-    def take(self, name: str) -> np.ndarray | jax.Array | None:
-        """The value saved under `name`, for an object that is being made; None if there is none or it was given."""
-        value = self._value_of.get(name)
-        if value is None or not self._is_free(name) or value not in self._manifest.leaves:
-            return None
-        self._used.add(value)
-        self.given[name] = None
-        return _store.load(self._path, [value])[value]
-
     def _value_for(self, name: str, found: Found) -> str | None:
         """What was saved for an object, which may then have been known by another of its present names."""
         for candidate in (name, *(alias for alias, first in found.aliases.items() if first == name)):
@@ -265,7 +265,15 @@ class _Waiting:
         for prefix, composite in found.composites.items():
             later = getattr(composite, "checkpoint_later", None)
             if later is not None and self.has_under(prefix):
-                later(lambda name, prefix=prefix: self.take(f"{prefix}/{name}"))
+                later(functools.partial(self._give_to_one, prefix, composite))
+
+    def _give_to_one(self, prefix: str, composite: Composite) -> None:
+        if self.has_under(prefix):
+            self.give(find({prefix: composite}, _refuse_replacement))
+
+
+def _refuse_replacement(name: str, value: Any) -> None:
+    raise AssertionError(f"{name} replaces its parts itself")
 
 
 # A state is whatever `get_state` returned. JSON keeps most of it; arrays go among the arrays, and what JSON would

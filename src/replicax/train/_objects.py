@@ -45,9 +45,9 @@ class Stateful(Protocol):
 class Composite(Protocol):
     """An object that says itself what it consists of, by name. Variables of an optimizer, say, by what they belong to.
 
-    It may have two further methods. `checkpoint_replace(name, value)` is called with a restored part that is not a
-    variable. `checkpoint_later(take)` is called by a restore: when the object makes a part later, ``take(name)`` gives
-    the saved value that the part should begin with, or None.
+    It may have two further methods. `checkpoint_replace(name, value)` is called with a restored part that cannot be
+    changed in place. `checkpoint_later(restore)` is called by a restore if saved parts of the object do not exist yet:
+    whenever it has made a part it calls ``restore()``, and the part begins with the saved value.
     """
 
     def checkpoint_items(self) -> Mapping[str, Any]: ...

@@ -180,9 +180,9 @@ class PendingSave:
             if jax.process_index() != 0:
                 return
             _write(self.path, arrays, self._metadata, self._say)
-            self.state = "finished"
             if self._then is not None:
                 self._then()
+            self.state = "finished"
         except (OSError, ValueError, RuntimeError) as error:  # what the file system, Orbax and TensorStore raise
             at, self.state = self.state, "failed"
             raise _not_written(self.path, at, error) from error
@@ -292,7 +292,7 @@ def _on_host(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
 
 def _host_copy(name: str, value: ArrayLike) -> np.ndarray:
     copy = np.array(value)
-    if copy.dtype.hasobject or copy.dtype.kind in "SUmM":
+    if copy.dtype.hasobject or copy.dtype.names or copy.dtype.kind in "SUmM":
         raise _not_an_array(name, value)
     return copy.astype(copy.dtype.newbyteorder("="), copy=False)
 
