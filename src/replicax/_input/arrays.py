@@ -15,6 +15,8 @@ from replicax._input.plan import Position, Schedule
 PyTree = Any
 State = dict[str, Any]
 
+_CALL = "rx.data.from_arrays"
+
 
 def from_arrays(
     tree: PyTree,
@@ -55,10 +57,10 @@ def from_arrays(
     _check(structure, leaves)
     schedule = Schedule(
         rows=leaves[0].shape[0],
-        batch_size=_positive("batch_size", batch_size),
-        epochs=None if epochs is None else _positive("epochs", epochs),
+        batch_size=positive("batch_size", batch_size, _CALL),
+        epochs=None if epochs is None else positive("epochs", epochs, _CALL),
         drop_remainder=bool(drop_remainder),
-        seed=_seed(shuffle),
+        seed=seed_of(shuffle, _CALL),
     )
     return ArrayBatches(leaves, structure, schedule)
 
@@ -256,7 +258,8 @@ def _row_shapes(leaf: np.ndarray) -> str:
     return f"  rows of {', '.join(list(kinds)[:4])}{', ...' * (len(kinds) > 4)}"
 
 
-def _positive(name: str, value: int) -> int:
+def positive(name: str, value: int, call: str) -> int:
+    """`value`, if it is a whole number above 0."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -266,7 +269,7 @@ def _positive(name: str, value: int) -> int:
     meaning = {"batch_size": "the number of examples in one global batch", "epochs": "how often to go through the data"}
     raise InputError(
         message(
-            f"`rx.data.from_arrays(tree, {name}={value!r})` needs a whole number above 0",
+            f"`{call}({name}={value!r})` needs a whole number above 0",
             why=f"`{name}` is {meaning[name]}.",
             instead=["give the size for all replicas together: `batch_size=256`"]
             if name == "batch_size"
@@ -275,14 +278,15 @@ def _positive(name: str, value: int) -> int:
     )
 
 
-def _seed(shuffle: bool | int) -> int | None:
+def seed_of(shuffle: bool | int, call: str) -> int | None:
+    """The integer that the order is drawn from; None to keep the order."""
     if shuffle is False or shuffle is None:
         return None
     if shuffle is not True and isinstance(shuffle, (int, np.integer)) and 0 <= shuffle < 2**64:
         return int(shuffle)
     raise InputError(
         message(
-            f"`rx.data.from_arrays(tree, shuffle={shuffle!r})` does not say in which order",
+            f"`{call}(shuffle={shuffle!r})` does not say in which order",
             why="The order of the rows is drawn from an integer from 0 to 2**64 - 1, so that all processes, and a run "
             "and its continuation, go through the same sequence.",
             instead=["choose any integer: `shuffle=0`", "read the rows as they stand: `shuffle=False`"],

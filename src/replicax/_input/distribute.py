@@ -54,6 +54,8 @@ def distribute_dataset(strategy: Strategy, dataset: Any, options: InputOptions |
     shard, why = _policy(source, options, placement)
     if shard == "off" and _processes(placement) > 1:
         return _each_process_by_itself(placement, source, options, why)
+    if shard == "files" and _processes(placement) > 1:
+        return _each_process_its_files(placement, source, options, why)
     padding = Padding(source.batch_size, _needs_none(source, placement), options.short_batches == "refuse")
     feed = Feed(placement, options.fetch_to_device)
     return DistributedDataset(
@@ -157,8 +159,12 @@ def _policy(source: Source, options: InputOptions, placement: Placement) -> tupl
     processes = _processes(placement)
     if processes == 1:
         return shard, f"{why}; one process reads everything"
-    if shard == "files":
+    if shard == "files" and source.part_of_files is None:
         raise _no_files(source, processes)
+    if shard == "files" and source.files < processes:
+        return "rows", f"{source.files} files are too few for {processes} processes to divide; each keeps its rows"
+    if shard == "files":
+        return shard, f"{why}; each of {processes} processes reads every {processes}-th file"
     if shard == "off":
         return shard, f"{why}; each of {processes} processes goes through all of the data by itself"
     return shard, f"{why}; {processes} processes go through the same batches, each keeps the rows of its replicas"
@@ -177,6 +183,19 @@ def _each_process_by_itself(
     feed = Feed(placement, options.fetch_to_device)
     names = [f"process {device.process_index}, by itself" for device in placement.devices]
     return _by_replica(placement, feed, [parts], options, names, "off", why)
+
+
+def _each_process_its_files(
+    placement: Placement, source: Source, options: InputOptions, why: str
+) -> DistributedDataset:
+    """Every process reads its files, and gives each of its replicas a replica's share of a global batch."""
+    assert source.part_of_files is not None and source.batch_size is not None
+    feed = Feed(placement, options.fetch_to_device)
+    sizes = balanced(source.batch_size, placement.replicas).sizes
+    mine = _process_index(placement, placement.local_devices[0])
+    part = source.part_of_files(mine, _processes(placement), [sizes[replica] for replica in feed.readers])
+    names = [f"process {device.process_index}, its files" for device in placement.devices]
+    return _by_replica(placement, feed, [part], options, names, "files", why)
 
 
 def _shares(source: Source, replicas: int) -> Callable[[int], Iterator[Any]]:

@@ -22,6 +22,7 @@ import numpy as np
 from replicax._errors import InputError, NotADatasetError, OutOfRangeError, ReplicaxError, message
 from replicax._input.arrays import ArrayBatches, ArrayIterator
 from replicax._input.batch import Batch, batch_of, describe
+from replicax._input.files import FileBatches
 
 PyTree = Any
 State = dict[str, Any]
@@ -44,6 +45,9 @@ class Source:
     """Whether every batch is promised to have `batch_size` rows."""
     last_rows: int | None = None
     """The rows of the last batch of an epoch, where that is known."""
+    part_of_files: Callable[[int, int, Sequence[int]], Source] | None = None
+    """Part i of n of the files, in batches of these sizes in turn; None where the data is not known to lie in files."""
+    files: int = 0
     shard: str | None = None
     """How the dataset itself asks to be divided among processes."""
 
@@ -206,6 +210,16 @@ def _from_arrays(batches: ArrayBatches) -> Source:
     )
 
 
+def _from_files(batches: FileBatches) -> Source:
+    def part(index: int, count: int, sizes: Sequence[int]) -> Source:
+        def open_part(skip: int) -> Iterator[Any]:
+            return itertools.islice(batches.batches(index, count, sizes), skip, None)
+
+        return Source(f"`{batches!r}`", open_part, endless=batches.epochs is None, batch_size=max(sizes))
+
+    return dataclasses.replace(part(0, 1, [batches.batch_size]), part_of_files=part, files=len(batches.paths))
+
+
 def _from_grain(dataset: Any) -> Source:
     length = len(dataset) if hasattr(dataset, "__len__") else None
     endless = length == sys.maxsize  # what `repeat()` without a number gives
@@ -264,6 +278,7 @@ def _of_library(module: str, *names: str) -> Callable[[Any], bool]:
 
 _ADAPTERS: tuple[tuple[Callable[[Any], bool], Callable[[Any], Source]], ...] = (
     (lambda dataset: isinstance(dataset, ArrayBatches), _from_arrays),
+    (lambda dataset: isinstance(dataset, FileBatches), _from_files),
     (_of_library("grain", "MapDataset", "IterDataset", "DataLoader"), _from_grain),
     (_of_library("tensorflow", "DatasetV2"), _from_tf),
     (_of_library("torch", "DataLoader"), _from_torch),
