@@ -205,7 +205,7 @@ class _Recording:
         cut = frozenset(i for i, spec in enumerate(in_specs) if spec == PartitionSpec(AXIS))
         return Step(
             jaxpr, tuple(sources), tuple(self.results), self.out_tree, cut, self.written, differs,
-            tuple(self.wrapped), mirrored_reduces, row_masks, averages_padding,
+            tuple(self.wrapped), mirrored_reduces, row_masks, averages_padding, tuple(self.ledger.initial), initial,
         )  # fmt: skip
 
     def _sources(self, closed: Any, equation: Any) -> list[Source]:
