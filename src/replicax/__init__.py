@@ -50,6 +50,7 @@ from replicax._options import RunOptions as RunOptions
 from replicax._options import VariableAggregation as VariableAggregation
 from replicax._options import VariableSynchronization as VariableSynchronization
 from replicax._run.function import function as function
+from replicax._run.steps import MultiStepContext as MultiStepContext
 from replicax._strategy.base import Strategy as Strategy
 from replicax._strategy.extended import StrategyExtended as StrategyExtended
 from replicax._strategy.mirrored import MirroredStrategy as MirroredStrategy

@@ -33,9 +33,10 @@ class Programs:
     time, so it is also looked up by what it consists of: its code, the objects in its closure and its defaults.
     """
 
-    def __init__(self, strategy: Strategy, kind: Kind = Kind.REPLICA) -> None:
+    def __init__(self, strategy: Strategy, kind: Kind = Kind.REPLICA, make: type[Program] = Program) -> None:
         self._strategy = strategy
         self._kind = kind
+        self._make = make
         self._by_call: dict[Any, Program] = {}
         self._by_contents: dict[Any, tuple[Program, Any]] = {}
         self._copies: Counter[Any] = Counter()
@@ -56,7 +57,7 @@ class Programs:
             known = self._by_contents.get(contents)
             program = known[0] if known else None
         if program is None:
-            program = Program(self._strategy, fn, self._kind, donate)
+            program = self._make(self._strategy, fn, self._kind, donate)
             if contents is not None:
                 # The function is kept too: its closure's ids stay taken as long as the entry lives.
                 self._by_contents[contents] = (program, fn)

@@ -188,7 +188,7 @@ class Program:
     def _learn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Traces the function for arguments like these and makes room for the variables it turned out to use."""
         leaves, tree = jax.tree.flatten((args, kwargs))
-        step = trace.trace(self.strategy, self.fn, self.kind, args, kwargs, self._memory)
+        step = self._trace(args, kwargs)
         self._steps[self._key(leaves, tree)] = step
         if len(self._steps) == MANY_TRACES:
             warnings.warn(_errors.many_traces(self.fn, list(self._steps)), stacklevel=5)
@@ -205,6 +205,9 @@ class Program:
         self._take_back_exports()
         if step.created:
             self._initialise(step, leaves)
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+        return trace.trace(self.strategy, self.fn, self.kind, args, kwargs, self._memory)
 
     def _hoist(self, step: Step) -> bool:
         known = {id(constant) for constant in self._hoisted}
@@ -234,6 +237,12 @@ class Program:
     def _emit(self, step: Step, arrays: dict[Variable, Any], constants: list[Any], leaves: list[Any]) -> Any:
         values, cut = self._inputs(step, arrays, constants, leaves)
         results, new = emit.run(step, self.placement, values, cut)
+        return self._finished(step, arrays, results, new, leaves)
+
+    def _finished(
+        self, step: Step, arrays: dict[Variable, Any], results: list[Any], new: list[Any], leaves: list[Any]
+    ) -> Any:
+        """What the compiled function hands back: the variables' arrays, and the results in the user's structure."""
         new_of = dict(zip(step.written, new, strict=True))
         return (
             [self._at_rest(v, new_of.get(v, arrays[v])) for v in self._written],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from replicax._input.explain import Explanation
 from replicax._input.options import InputContext, InputOptions, InputReplicationMode
 from replicax._options import CommunicationOptions, ReduceOp, RunOptions
 from replicax._placement import Placement
+from replicax._run import steps as _steps
 from replicax._run.cache import Programs
 from replicax._strategy.extended import StrategyExtended
 from replicax._values import TRACED, PerReplica, ValueContext
@@ -54,6 +55,7 @@ class Strategy:
         self.communication_options = communication_options or CommunicationOptions()
         self.programs = Programs(self)
         self.functions = Programs(self, Kind.CROSS)
+        self.loops = Programs(self, Kind.CROSS, _steps.Loop)
 
     # -- hooks: what a strategy may answer differently
 
@@ -148,6 +150,38 @@ class Strategy:
     def experimental_run_v2(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """The former name of `run`."""
         return self.run(fn, args, kwargs)
+
+    def run_steps(
+        self,
+        fn: Callable[..., Any],
+        iterator: Iterator[Any],
+        steps: int,
+        initial_loop_values: dict[str, Any] | None = None,
+    ) -> _steps.MultiStepContext:
+        """Takes `steps` steps in one compiled program, for models so small that starting a step costs more than the step.
+
+        Calls ``fn(context, *inputs)`` with the next elements of `iterator`; an element that is a tuple is several inputs.
+        `fn` is code that speaks for all replicas, so it calls `run`. What it wants to be seen afterwards it gives to the
+        context; see `rx.MultiStepContext`.
+
+        Args:
+          initial_loop_values: What ``last_step_outputs`` holds under names that no step sets.
+
+        Raises:
+          OutOfRangeError: The data ended before; the steps up to there were taken.
+
+        >>> import jax, numpy as np, replicax as rx
+        >>> strategy = rx.MirroredStrategy(jax.devices()[:2])
+        >>> with strategy.scope():
+        ...     total = rx.Variable(0, aggregation="sum")
+        >>> def step(context, rows):
+        ...     strategy.run(lambda rows: total.assign_add(rows.sum()), (rows,))
+        >>> iterator = iter(strategy.distribute_dataset([np.array([1, 2]), np.array([3, 4])]))
+        >>> context = strategy.run_steps(step, iterator, steps=2)
+        >>> print(total.numpy())
+        10
+        """
+        return _steps.run_steps(self, fn, iterator, steps, initial_loop_values)
 
     def lower(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -368,6 +402,7 @@ class Strategy:
             twin.__dict__[name] = value if shared else copy.deepcopy(value, memo)
         twin.programs = Programs(twin)
         twin.functions = Programs(twin, Kind.CROSS)
+        twin.loops = Programs(twin, Kind.CROSS, _steps.Loop)
         return twin
 
 
