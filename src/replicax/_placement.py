@@ -61,9 +61,14 @@ class Placement:
         return tuple(name for name in self.mesh.axis_names if name != AXIS)
 
     @functools.cached_property
+    def apart(self) -> bool:
+        """Whether variables rest elsewhere than each replica computes."""
+        return self.parameter_device is not None and set(self.mesh.devices.flat) != {self.parameter_device}
+
+    @functools.cached_property
     def rest(self) -> Sharding:
         """Where a variable that is equal everywhere lies between steps."""
-        if self.parameter_device is not None:
+        if self.apart:
             return jax.sharding.SingleDeviceSharding(self.parameter_device)
         return self.mirrored
 

@@ -19,7 +19,7 @@ from replicax import _errors
 from replicax._context import Kind
 from replicax._host import dispatch_lock
 from replicax._placement import Placement
-from replicax._run import arguments, emit, trace
+from replicax._run import arguments, central, emit, trace
 from replicax._run.trace import Memory, Step
 from replicax._values import PerReplica, uniform
 from replicax._variables import storage
@@ -61,6 +61,8 @@ class Program:
         self._compiled: Callable[..., Any] = _unseen
         self._simple = True
         """Whether the variables' arrays go in and out as they are and nothing about the arguments needs looking at."""
+        self._divided = self.placement.apart
+        """Whether the update is carried out by a program of its own, where the variables are."""
         self._returns_statics = False
         self._averages_padding = False
         self._exports = -1
@@ -88,7 +90,7 @@ class Program:
                 self._learn(args, kwargs)
             donated, args = self._split_donated(args)
             return self._compiled.lower(
-                [self._bring(v) for v in self._written], donated, [self._bring(v) for v in self._read],
+                self._brought(self._written), donated, self._brought(self._read),
                 self._constants, args, kwargs,
             )  # fmt: skip
 
@@ -102,7 +104,7 @@ class Program:
         donated, rest = self._split_donated(args)
         try:
             new, out = self._compiled(
-                [self._bring(v) for v in self._written], donated, [self._bring(v) for v in self._read],
+                self._brought(self._written), donated, self._brought(self._read),
                 self._constants, rest, kwargs,
             )  # fmt: skip
         except (_Unseen, ValueError) as error:
@@ -110,6 +112,8 @@ class Program:
         else:
             for variable, array in zip(self._written, new, strict=True):
                 self._send(variable, array)
+            if self._divided:
+                return central.finish(out, self.placement)
             return _with_statics(out) if self._returns_statics else out
         return self(*self._overcome(trouble, args, kwargs))
 
@@ -121,14 +125,19 @@ class Program:
         return self._placed(args, kwargs, trouble)
 
     def _rests_here(self, variable: Variable) -> bool:
-        return variable.placement.mesh is self.placement.mesh and variable.placement.parameter_device is None
+        return variable.placement.mesh is self.placement.mesh and not variable.placement.apart
 
-    def _bring(self, variable: Variable) -> Any:
-        if self._rests_here(variable):
-            return variable._array
-        if variable.on_read:
-            raise _errors.on_read_of_other_strategy(variable, self.strategy)
-        return jax.device_put(variable._array, self.placement.mirrored)
+    def _brought(self, variables: Sequence[Variable]) -> list[Any]:
+        """The arrays of variables on the replicas' devices; what rests elsewhere is copied in one go."""
+        away = [variable for variable in variables if not self._rests_here(variable)]
+        if not away:
+            return [variable._array for variable in variables]
+        on_read = next((variable for variable in away if variable.on_read), None)
+        if on_read is not None:
+            raise _errors.on_read_of_other_strategy(on_read, self.strategy)
+        copies = jax.device_put([variable._array for variable in away], self.placement.mirrored)
+        copy_of = dict(zip(away, copies, strict=True))
+        return [copy_of.get(variable, variable._array) for variable in variables]
 
     def _send(self, variable: Variable, array: Any) -> None:
         if not self._rests_here(variable):
@@ -188,7 +197,8 @@ class Program:
     def _learn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Traces the function for arguments like these and makes room for the variables it turned out to use."""
         leaves, tree = jax.tree.flatten((args, kwargs))
-        step = self._trace(args, kwargs)
+        whole = self._trace(args, kwargs)
+        step = central.cut(whole, self.placement) if self._divided else whole
         self._steps[self._key(leaves, tree)] = step
         if len(self._steps) == MANY_TRACES:
             warnings.warn(_errors.many_traces(self.fn, list(self._steps)), stacklevel=5)
@@ -199,12 +209,12 @@ class Program:
         grown = len(written) != len(self._written) or read != self._read
         self._written, self._read = list(written), read
         resting = all(self._rests_here(v) for v in [*self._written, *self._read])
-        self._simple = resting and not self.donate and not self._averages_padding
+        self._simple = resting and not self.donate and not self._averages_padding and not self._divided
         if self._hoist(step) or grown or self._compiled is _unseen:
             self._compiled = self._build()
         self._take_back_exports()
-        if step.created:
-            self._initialise(step, leaves)
+        if whole.created:
+            self._initialise(whole, leaves)
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
         return trace.trace(self.strategy, self.fn, self.kind, args, kwargs, self._memory)
@@ -270,7 +280,7 @@ class Program:
 
     def _initialise(self, step: Step, leaves: list[Any]) -> None:
         """Computes, once, the first values of variables that the step made."""
-        arrays = {variable: self._bring(variable) for variable in step.variables}
+        arrays = dict(zip(step.variables, self._brought(step.variables), strict=True))
         values, cut = self._inputs(step, arrays, self._constants, leaves)
         program = jax.jit(lambda values: emit.initial_values(step, self.placement, values, cut))
         for variable, value in zip(step.created, program(values), strict=True):

@@ -186,7 +186,7 @@ class Repeated(Step):
 
 
 class _Mixed(Exception):
-    """The batches differ in structure, shape or type; `groups` are runs of equal ones."""
+    """The batches cannot be one program: they differ in structure, shape or type. `groups` can be one each."""
 
     def __init__(self, groups: list[tuple[Any, ...]]) -> None:
         self.groups = groups
@@ -197,9 +197,12 @@ class Loop(Program):
 
     def __init__(self, strategy: Strategy, fn: Callable[..., Any], *rest: Any) -> None:
         super().__init__(strategy, _with_context(fn), *rest)
+        self._divided = False  # for the length of the loop, variables that rest elsewhere stay with the replicas
         self._known: dict[Any, Step] = {}
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+        if self.placement.parameter_device is not None and len(args) > 1:
+            raise _Mixed([(batch,) for batch in args])  # an update that happens elsewhere ends a program
         keys = [self._key(*jax.tree.flatten(batch)) for batch in args]
         if any(key != keys[0] for key in keys):
             pairs = itertools.groupby(zip(keys, args, strict=True), key=lambda pair: pair[0])
@@ -207,10 +210,14 @@ class Loop(Program):
         step = self._known.get(keys[0])
         if step is None:
             step = self._known[keys[0]] = super()._trace(args[0], kwargs)
+        if len(args) == 1:
+            return step
         parts = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
         return Repeated(**parts, times=len(args))
 
-    def _emit(self, step: Any, arrays: dict[Variable, Any], constants: list[Any], leaves: list[Any]) -> Any:
+    def _emit(self, step: Step, arrays: dict[Variable, Any], constants: list[Any], leaves: list[Any]) -> Any:
+        if not isinstance(step, Repeated):
+            return super()._emit(step, arrays, constants, leaves)
         size = len(leaves) // step.times
         columns = [tuple(leaves[i::size]) for i in range(size)]
         values, cut = self._inputs(step, arrays, constants, columns)
@@ -218,8 +225,9 @@ class Loop(Program):
         results, new = _repeat(step, self.placement, values, cut, written)
         return self._finished(step, arrays, results, new, leaves[-size:])
 
-    def _initialise(self, step: Any, leaves: list[Any]) -> None:
-        super()._initialise(step, leaves[: len(leaves) // step.times])
+    def _initialise(self, step: Step, leaves: list[Any]) -> None:
+        times = step.times if isinstance(step, Repeated) else 1
+        super()._initialise(step, leaves[: len(leaves) // times])
 
 
 def _repeat(
