@@ -31,7 +31,7 @@ from replicax._variables import creation, sync
 from replicax._variables.variable import Variable
 from replicax.compat.tower import _input, _reduce, _refusals
 from replicax.compat.tower._update_context import UpdateContext
-from replicax.compat.tower._values import MapOutput, is_distributed
+from replicax.compat.tower._values import MapOutput, copies_of, lies_on
 
 PyTree = Any
 
@@ -210,9 +210,9 @@ class DistributionStrategy:
     def unwrap(self, value: PyTree) -> list[Any]:
         """The components of `value`, in tower order; ``[value]`` for what has none."""
         engine = self._engine
-        if engine.num_replicas_in_sync == 1 or is_distributed(value):
+        if engine.num_replicas_in_sync == 1 or lies_on(engine.placement.mesh.devices.flat, value):
             return list(engine.experimental_local_results(value))
-        return [value]
+        return copies_of(value)
 
     def group(self, value: PyTree, name: str | None = None) -> Any:
         """Waits until `value` has been computed on all towers; returns it if it is a single one without a name."""

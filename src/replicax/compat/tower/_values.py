@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 
 from replicax import _context
 from replicax._options import ReduceOp
-from replicax._values import PARTS, PerReplica
+from replicax._values import PARTS, PerReplica, is_per_replica
 from replicax._variables.variable import Variable
 from replicax.compat.tower import _refusals
 
@@ -48,17 +49,22 @@ def combine_items(op: ReduceOp, items: list[Any]) -> Any:
     return total / len(items) if op is ReduceOp.MEAN else total
 
 
-def is_distributed(value: Any) -> bool:
-    """Whether `value` has a component on each of several devices."""
-    if isinstance(value, Variable):
-        return True
-    leaves = jax.tree.leaves(value, is_leaf=lambda leaf: isinstance(leaf, PerReplica))
-    if any(isinstance(leaf, PerReplica) for leaf in leaves):
+def lies_on(devices: Iterable[jax.Device], value: Any) -> bool:
+    """Whether `value` has a component for each tower, whose devices these are."""
+    if isinstance(value, (Variable, PerReplica)):
         return True
     if isinstance(value, jax.core.Tracer):
-        mode = _context.current()
-        return mode is not None and mode.replica is None
-    return isinstance(value, jax.Array) and len(value.devices()) > 1 and value.is_fully_replicated
+        return _context.in_cross_replica_context()
+    if isinstance(value, jax.Array):
+        return len(value.devices()) > 1 and value.devices() == set(devices)
+    return any(isinstance(leaf, PerReplica) for leaf in jax.tree.leaves(value, is_leaf=is_per_replica))
+
+
+def copies_of(value: Any) -> list[Any]:
+    """The copies of an array that lies on several devices, in their order; anything else has one."""
+    if _is_placed(value) and len(value.devices()) > 1 and value.is_fully_replicated:
+        return [shard.data for shard in sorted(value.addressable_shards, key=lambda shard: shard.device.id)]
+    return [value]
 
 
 def _is_placed(item: Any) -> bool:
