@@ -40,10 +40,10 @@ class Alone:
 class Together:
     """Several processes, which leave each other notes in the job's key-value store."""
 
-    def __init__(self, processes: tuple[int, ...], what: str, deadline: float = DEADLINE_SECONDS) -> None:
+    def __init__(self, processes: tuple[int, ...], what: str) -> None:
         self._processes = processes
         self._what = what
-        self._deadline = deadline
+        self._deadline = DEADLINE_SECONDS
         self._name = f"replicax/input/{next(_passes)}"
         self._step = 0
 

@@ -52,14 +52,17 @@ def distribute_dataset(strategy: Strategy, dataset: Any, options: InputOptions |
     source = as_source(dataset, call)
     placement = strategy.placement
     shard, why = _policy(source, options, placement)
-    if shard == "off" and _processes(placement) > 1:
+    if shard == "off" and len(_processes(placement)) > 1:
         return _each_process_by_itself(placement, source, options, why)
-    if shard == "files" and _processes(placement) > 1:
+    if shard == "files" and len(_processes(placement)) > 1:
         return _each_process_its_files(placement, source, options, why)
     padding = Padding(source.batch_size, _needs_none(source, placement), options.short_batches == "refuse")
     feed = Feed(placement, options.fetch_to_device)
+    processes = _processes(placement)
     return DistributedDataset(
-        lambda: GlobalSteps(Pass(source), feed, padding),
+        lambda: GlobalSteps(
+            Pass(source), feed, padding, Together(processes, source.name) if len(processes) > 1 else None
+        ),
         lambda: _explain_global(source, placement, padding, options, shard, why),
         options.ahead,
         source.length,
@@ -140,13 +143,14 @@ def _check_place(strategy: Strategy, call: str) -> None:
 # -- which process reads what
 
 
-def _processes(placement: Placement) -> int:
-    return len({device.process_index for device in placement.devices})
+def _processes(placement: Placement) -> tuple[int, ...]:
+    """The processes that hold replicas."""
+    return tuple(sorted({device.process_index for device in placement.devices}))
 
 
 def _process_index(placement: Placement, device: jax.Device) -> int:
     """Which of the processes that hold replicas `device` belongs to."""
-    return sorted({d.process_index for d in placement.devices}).index(device.process_index)
+    return _processes(placement).index(device.process_index)
 
 
 def _policy(source: Source, options: InputOptions, placement: Placement) -> tuple[Shard, str]:
@@ -156,13 +160,13 @@ def _policy(source: Source, options: InputOptions, placement: Placement) -> tupl
     if shard == "auto":
         shard = "rows" if source.shard is None else shard_word(source.shard)
         why = "nothing else was asked for" if source.shard is None else "the dataset asks for it"
-    processes = _processes(placement)
+    processes = len(_processes(placement))
     if processes == 1:
         return shard, f"{why}; one process reads everything"
     if shard == "files" and source.part_of_files is None:
         raise _no_files(source, processes)
     if shard == "files" and source.files < processes:
-        return "rows", f"{source.files} files are too few for {processes} processes to divide; each keeps its rows"
+        return "rows", f"{source.files} file(s) are too few for {processes} processes to divide; each keeps its rows"
     if shard == "files":
         return shard, f"{why}; each of {processes} processes reads every {processes}-th file"
     if shard == "off":
@@ -193,7 +197,7 @@ def _each_process_its_files(
     feed = Feed(placement, options.fetch_to_device)
     sizes = balanced(source.batch_size, placement.replicas).sizes
     mine = _process_index(placement, placement.local_devices[0])
-    part = source.part_of_files(mine, _processes(placement), [sizes[replica] for replica in feed.readers])
+    part = source.part_of_files(mine, len(_processes(placement)), [sizes[replica] for replica in feed.readers])
     names = [f"process {device.process_index}, its files" for device in placement.devices]
     return _by_replica(placement, feed, [part], options, names, "files", why)
 
@@ -215,7 +219,7 @@ def _contexts(placement: Placement, feed: Feed, mode: InputReplicationMode) -> l
     if mode is InputReplicationMode.PER_REPLICA:
         return [InputContext(placement.replicas, replica, placement.replicas) for replica in feed.readers]
     me = _process_index(placement, placement.local_devices[0])
-    return [InputContext(_processes(placement), me, placement.replicas)]
+    return [InputContext(len(_processes(placement)), me, placement.replicas)]
 
 
 def _pipeline(fn: Callable[[InputContext], Any], context: InputContext) -> Source:
@@ -241,12 +245,12 @@ def _by_replica(
     shard: str,
     why: str,
 ) -> DistributedDataset:
-    alone = _processes(placement) == 1
+    processes = _processes(placement)
+    alone = len(processes) == 1
     promised = alone and _complete(pipelines, len(feed.readers))
     sizes = [source.batch_size for source in pipelines]
     full = None if None in sizes else max(size for size in sizes if size is not None)
     padding = Padding(full, promised, options.short_batches == "refuse")
-    processes = tuple(sorted({device.process_index for device in placement.devices}))
 
     def open_steps() -> Steps:
         agreement: Agreement = Alone() if alone else Together(processes, pipelines[0].name)

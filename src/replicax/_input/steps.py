@@ -10,7 +10,7 @@ import jax
 
 from replicax._errors import InputError, message
 from replicax._input.agreement import Agreement
-from replicax._input.batch import Batch, describe, require_rows
+from replicax._input.batch import Batch, describe, digest, require_rows
 from replicax._input.feed import Feed
 from replicax._input.plan import Split, balanced
 from replicax._input.sources import Pass
@@ -50,14 +50,16 @@ class GlobalSteps:
     """Global batches, each divided over all replicas.
 
     Every process goes through the same batches and copies the rows of its own replicas, so all see the end at the same
-    step without asking each other.
+    step without asking each other. That they *are* the same is asked once, of the first batch: a source that every
+    process shuffles in its own way would otherwise give some rows twice and some not at all.
     """
 
-    def __init__(self, batches: Pass, feed: Feed, padding: Padding) -> None:
+    def __init__(self, batches: Pass, feed: Feed, padding: Padding, others: Agreement | None = None) -> None:
         self._batches = batches
         self._feed = feed
         self._padding = padding
         self._kind = Kind()
+        self._others = others
 
     def read(self) -> PyTree | None:
         number = self._batches.number
@@ -70,11 +72,20 @@ class GlobalSteps:
         if replicas == 1:
             return self._feed.whole(batch)
         rows = require_rows(batch, name, replicas)
+        if self._others is not None:
+            self._compare(batch, name)
         full = self._padding.grow(rows)
         split = balanced(rows, replicas, full)
         if self._padding.refuse and not (split.even and rows == full):
             raise _short_batch(name, rows, full, replicas)
         return self._feed.divided(batch, split, not self._padding.promised or not split.even)
+
+    def _compare(self, batch: Batch, name: str) -> None:
+        assert self._others is not None
+        digests = self._others.exchange(dict.fromkeys(self._feed.readers, digest(batch)))
+        self._others = None
+        if len(set(digests.values())) > 1:
+            raise _other_rows_elsewhere(name, digests)
 
     def get_state(self) -> State:
         return self._batches.get_state() | {"full": self._padding.full}
@@ -163,6 +174,23 @@ def _size(batch: Batch | None) -> int:
 
 def _scalars(batch: Batch) -> bool:
     return all(leaf.ndim == 0 for leaf in batch.leaves)
+
+
+def _other_rows_elsewhere(name: str, digests: dict[int, int]) -> InputError:
+    return InputError(
+        message(
+            f"{name} is not the same on all processes",
+            [f"replica {replica}: digest {value:08x}" for replica, value in sorted(digests.items())],
+            "Every process goes through the same global batches and keeps the rows of its replicas. Where the batches "
+            "differ, some rows would be used twice and some not at all.",
+            [
+                "shuffle from the same seed on every process: `rx.data.from_arrays(..., shuffle=0)`, or a seeded "
+                "generator in the loader",
+                'if every process has data of its own on purpose: `rx.InputOptions(shard="off")`, or '
+                "`strategy.distribute_datasets_from_function(make)`",
+            ],
+        )
+    )
 
 
 def _short_batch(name: str, rows: int, full: int, replicas: int) -> InputError:
