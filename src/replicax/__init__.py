@@ -19,6 +19,10 @@ from replicax._context import get_replica_context as get_replica_context
 from replicax._context import get_strategy as get_strategy
 from replicax._context import has_strategy as has_strategy
 from replicax._context import in_cross_replica_context as in_cross_replica_context
+from replicax._cross.ops import CrossDeviceOps as CrossDeviceOps
+from replicax._cross.ops import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
+from replicax._cross.ops import NcclAllReduce as NcclAllReduce
+from replicax._cross.ops import ReductionToOneDevice as ReductionToOneDevice
 from replicax._cross.slices import IndexedSlices as IndexedSlices
 from replicax._errors import CheckpointError as CheckpointError
 from replicax._errors import ContextError as ContextError

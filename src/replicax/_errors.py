@@ -842,3 +842,92 @@ def unknown_to_optimizer(unknown: Sequence[Any], known: Sequence[Any]) -> Variab
 
 def not_a_number(fn: Any, site: Any, error: Exception) -> FloatingPointError:
     return FloatingPointError(f"`{_name(fn)}` made a value that is not a number at {site}: {error}")
+
+
+# -- Cross-device ops
+
+
+class NotReducibleError(ReplicaxError, TypeError):
+    """A value that cannot be added up, or of which there is no smallest."""
+
+
+def not_reducible(op: Any, leaf: Any) -> NotReducibleError:
+    word = op.name.lower()
+    return NotReducibleError(
+        message(
+            f'A "{word}" over replicas of something that has none',
+            [_short(leaf) if hasattr(leaf, "dtype") else f"{type(leaf).__name__}: {_short(leaf)}"],
+            "Arrays and numbers are combined element by element; random keys, text and objects cannot be, and complex "
+            "numbers have no order.",
+            ["reduce numbers", "strategy.experimental_local_results(value) lists what each replica has"],
+        )
+    )
+
+
+def not_a_reduce_op(reduce_op: Any) -> ReduceOpError:
+    return ReduceOpError(
+        message(
+            f"`reduce_op` must be Reduce.SUM or Reduce.MEAN (or MIN or MAX), not {reduce_op!r}",
+            why="Cross-device ops take members of rx.ReduceOp; words are for strategies and contexts.",
+            instead=["rx.ReduceOp.SUM", "rx.ReduceOp.parse(word)"],
+        )
+    )
+
+
+def not_a_value_and_destinations(pair: Any) -> InputError:
+    rule = "a tuple." if not isinstance(pair, tuple) else "a tuple of size 2."
+    return InputError(
+        message(
+            "batch_reduce(reduce_op, value_destination_pairs)",
+            [" ".join(_short(pair).split())],
+            f"Each element of `value_destination_pairs` should be {rule}",
+            ["[(per_replica_gradient, variable), ...]"],
+        )
+    )
+
+
+def not_per_replica(value: Any) -> InputError:
+    return InputError(
+        message(
+            f"A {type(value).__name__} was given where a cross-device op expects one value per replica",
+            [_short(value)],
+            "Is it one value, or one for each replica?",
+            ["rx.PerReplica(tuple(values)) for one per replica", "jnp.asarray(value) for a single array"],
+        )
+    )
+
+
+def not_cross_device_ops(ops: Any) -> TypeError:
+    if isinstance(ops, type):
+        wrong, instead = f"the class {ops.__name__}, not an object of it", [f"cross_device_ops={ops.__name__}()"]
+    else:
+        wrong, instead = repr(ops), ["rx.NcclAllReduce(), rx.ReductionToOneDevice() or rx.HierarchicalCopyAllReduce()"]
+    return TypeError(
+        message(
+            f"`cross_device_ops` is {wrong}",
+            why="It says how values are combined over replicas.",
+            instead=[*instead, "a subclass of rx.CrossDeviceOps with a reduce_implementation of your own"],
+        )
+    )
+
+
+def hook_returned_per_replica(ops: Any, result: Any) -> TypeError:
+    return TypeError(
+        message(
+            f"{type(ops).__name__}.reduce_implementation(...) returned one value per replica",
+            [" ".join(_short(result).split())],
+            "A reduction ends in one value; it is put on every replica by itself.",
+            ["return the array"],
+        )
+    )
+
+
+def hook_changed_shape(ops: Any, operand: Any, result: Any) -> InputError:
+    return InputError(
+        message(
+            f"{type(ops).__name__}.reduce_implementation(...) returned another shape than it was given",
+            [f"each replica's value  {_short(operand)}", f"returned  {_short(result)}"],
+            "Replicas are combined element by element.",
+            ["reduce over ``jnp.stack(per_replica_value.values)`` along axis 0 only"],
+        )
+    )

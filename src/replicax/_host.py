@@ -170,6 +170,11 @@ def require_threads(devices: Sequence[jax.Device], call: str = "A strategy") -> 
         raise _too_few_threads(call, len(cpus), threads)
 
 
+def keeps_buffers() -> bool:
+    """Whether large buffers stay with this process between steps; else each step takes them from the kernel anew."""
+    return _allocator.startswith("tuned")
+
+
 def _switched_off() -> bool:
     return os.environ.get("REPLICAX_HOST_TUNING") == "0"
 

@@ -1,7 +1,7 @@
 """How does cross-replica code on the host combine what a run returned?
 
-The same algorithms as inside a step, in small programs of their own; ragged parts and Python objects are combined one by
-one on the host.
+The same algorithms as inside a step, in small programs of their own; components that are held one by one (ragged ones,
+sparse ones, Python numbers) are combined by the op as it stands.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,38 +17,52 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from replicax import _errors
-from replicax._cross import in_step
+from replicax._cross import dtypes, in_step, parts, slices
 from replicax._cross.slices import IndexedSlices, is_slices
 from replicax._host import dispatch_lock
 from replicax._options import CommunicationOptions, ReduceOp
 from replicax._placement import AXIS, Placement
-from replicax._values import PARTS, STACKED, TRACED, PerReplica, components
+from replicax._values import PARTS, ROWS, STACKED, PerReplica, lay_out
 
 PyTree = Any
+Axes = tuple[int, ...] | None
 
 
-def reduce(
-    algorithm: in_step.Algorithm,
-    placement: Placement,
-    op: ReduceOp,
-    value: Any,
-    axis: tuple[int, ...] | None,
-    options: CommunicationOptions,
-) -> Any:
+class Ops(in_step.Ops, Protocol):
+    def reduce_implementation(self, op: ReduceOp, value: Any, destinations: Any, options: Any, /) -> Any: ...
+
+
+def reduce(ops: Ops, placement: Placement, op: ReduceOp, value: Any, axis: Axes, options: CommunicationOptions) -> Any:
     """One host value, per replica or plain → one value."""
     if is_slices(value):
-        return _reduce_slices(placement, op, value)
+        return _reduce_slices(placement, op, value, axis)
     if not isinstance(value, PerReplica):
         return reduce_plain(op, value, axis, placement.replicas)
     if value.form == PARTS:
-        return _reduce_parts(op, value.data, axis)
+        return _reduce_parts(ops, placement, op, value, axis, options)
     _check_axes(axis, value)
-    program = _reduction(algorithm, placement, op, value.form, axis, value.mask is not None, options.bytes_per_pack)
+    if value.mask is not None and not _covers_rows(axis, value):
+        value = _without_padding(placement, op, value)
+    (result,) = reduce_laid_out(ops, placement, op, [value], axis, options)
+    return result
+
+
+def reduce_laid_out(
+    ops: in_step.Ops,
+    placement: Placement,
+    op: ReduceOp,
+    values: Sequence[PerReplica],
+    axis: Axes,
+    options: CommunicationOptions,
+) -> list[jax.Array]:
+    """Values laid over the replicas of `placement`, combined in one exchange."""
+    masks = [value.mask for value in values if value.mask is not None and axis is not None]
+    program = _reduction(ops, placement, op, tuple(value.form for value in values), axis, bool(masks), options)
     with dispatch_lock:
-        return program(value.data) if value.mask is None else program(value.data, value.mask)
+        return program([value.data for value in values], *masks)
 
 
-def reduce_plain(op: ReduceOp, value: Any, axis: tuple[int, ...] | None, replicas: int) -> Any:
+def reduce_plain(op: ReduceOp, value: Any, axis: Axes, replicas: int) -> Any:
     """A value that is the same on every replica."""
     if axis is not None:
         reduced = _along(op, jnp.asarray(value), axis)
@@ -61,70 +75,58 @@ def reduce_plain(op: ReduceOp, value: Any, axis: tuple[int, ...] | None, replica
 def gather(placement: Placement, value: Any, axis: int) -> Any:
     """The components of all replicas, concatenated along `axis`."""
     if is_slices(value):
-        raise NotImplementedError("gather does not support IndexedSlices. Gather its values and its indices.")
+        return parts.concatenate([value], axis)  # which refuses them
     if not isinstance(value, PerReplica):
         return value
+    if value.form == PARTS:
+        return parts.concatenate(_of_all(placement, value.data), axis)
     if value.form == STACKED:
-        raise ValueError(
-            "gather concatenates along an axis and the replicas' values are scalars. Return `x[None]` from the step, "
-            "or read them with strategy.experimental_local_results(value)."
-        )
-    if value.form == PARTS or value.mask is not None:
-        parts = [jnp.asarray(np.asarray(part)) for part in components(value)]
-        return jnp.concatenate(parts, _gather_axis(axis, parts))
-    axis = _gather_axis(axis, [value.data])
+        return parts.concatenate([jax.ShapeDtypeStruct((), value.data.dtype)], axis)
+    axis = parts.gather_axis(axis, [value.data])
+    if value.mask is not None:
+        return _gather_rows(placement, value, axis)
     with dispatch_lock:
-        if axis == 0:
-            return jax.device_put(value.data, placement.mirrored)
         return _gathering(placement, axis)(value.data)
+
+
+# -- values laid over the replicas
 
 
 @functools.lru_cache(maxsize=512)
 def _reduction(
-    algorithm: in_step.Algorithm,
+    ops: in_step.Ops,
     placement: Placement,
     op: ReduceOp,
-    form: str,
-    axis: tuple[int, ...] | None,
+    forms: tuple[str, ...],
+    axis: Axes,
     masked: bool,
-    bytes_per_pack: int,
+    options: CommunicationOptions,
 ) -> Callable[..., Any]:
-    options = CommunicationOptions(bytes_per_pack=bytes_per_pack)
-
     def all_reduce(which: ReduceOp, x: Any) -> Any:
-        return in_step.all_reduce(algorithm, placement, which, x, options)
+        return in_step.all_reduce(ops, placement, which, x, options)
 
-    def body(x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        return reduce_local(all_reduce, op, x[0] if form == STACKED else x, axis, None if mask is None else mask[0, 0])
+    def body(values: list[jax.Array], mask: jax.Array | None = None) -> list[jax.Array]:
+        local = [x[0] if form == STACKED else x for x, form in zip(values, forms, strict=True)]
+        if axis is None:
+            return all_reduce(op, local)
+        return [reduce_local(all_reduce, op, x, axis, None if mask is None else mask[0, 0]) for x in local]
 
-    return jax.jit(
-        jax.shard_map(
-            body,
-            mesh=placement.mesh,
-            in_specs=(PartitionSpec(AXIS),) * (2 if masked else 1),
-            out_specs=PartitionSpec(),
-            check_vma=False,
-            axis_names={AXIS},
-        )
-    )
+    return _over_replicas(placement, body, 2 if masked else 1)
 
 
 def reduce_local(
-    all_reduce: Callable[[ReduceOp, Any], Any],
-    op: ReduceOp,
-    x: jax.Array,
-    axis: tuple[int, ...] | None,
-    valid: Any = None,
+    all_reduce: Callable[[ReduceOp, Any], Any], op: ReduceOp, x: jax.Array, axis: Axes, valid: Any = None
 ) -> jax.Array:
-    """One replica's part in a reduction: first along `axis`, then over the replicas; only the first `valid` rows count."""
+    """One replica's part in a reduction: first along `axis`, then over the replicas; `valid` rows count, the first."""
     if axis is None:
         return all_reduce(op, x)
-    by_row = valid is not None and 0 in [a % x.ndim for a in axis]
-    rows = (jnp.arange(x.shape[0]) < valid).reshape((-1,) + (1,) * (x.ndim - 1)) if by_row else None
+    rows = None
+    if valid is not None and 0 in [a % x.ndim for a in axis]:
+        rows = (jnp.arange(x.shape[0]) < valid).reshape((-1,) + (1,) * (x.ndim - 1))
     if op is not ReduceOp.MEAN:
         return all_reduce(op, _along(op, x, axis, rows))
     count = jnp.asarray(math.prod(x.shape[a] for a in axis))
-    if by_row:
+    if rows is not None:
         count = math.prod(x.shape[a] for a in axis if a % x.ndim) * valid
     total, number = all_reduce(ReduceOp.SUM, (_along(ReduceOp.SUM, x, axis, rows), count))
     return total / number
@@ -132,16 +134,124 @@ def reduce_local(
 
 @functools.lru_cache(maxsize=64)
 def _gathering(placement: Placement, axis: int) -> Callable[[jax.Array], jax.Array]:
+    return _over_replicas(placement, lambda x: in_step.all_gather(placement, x, axis), 1)
+
+
+def _over_replicas(placement: Placement, body: Callable[..., Any], inputs: int) -> Callable[..., Any]:
+    """A program whose inputs are laid over the replicas and whose results are equal on all."""
     return jax.jit(
         jax.shard_map(
-            lambda x: in_step.all_gather(placement, x, axis),
+            body,
             mesh=placement.mesh,
-            in_specs=PartitionSpec(AXIS),
+            in_specs=(PartitionSpec(AXIS),) * inputs,
             out_specs=PartitionSpec(),
             check_vma=False,
             axis_names={AXIS},
         )
     )
+
+
+# -- padding
+
+
+def _covers_rows(axis: Axes, value: PerReplica) -> bool:
+    return axis is not None and 0 in [a % value.data.ndim for a in axis]
+
+
+def _counts(placement: Placement, value: PerReplica) -> list[int]:
+    """How many rows of each replica are real."""
+    with dispatch_lock:
+        return np.asarray(_gathering(placement, 0)(value.mask))[:, 0].tolist()
+
+
+def _without_padding(placement: Placement, op: ReduceOp, value: PerReplica) -> PerReplica:
+    """The value without its padding rows, which must be as many on each replica: rows are matched one by one."""
+    counts = _counts(placement, value)
+    rows = value.data.shape[0] // placement.replicas
+    if len(set(counts)) > 1:
+        shape = value.data.shape[1:]
+        raise _errors.ragged_reduce(op, [jax.ShapeDtypeStruct((count, *shape), value.data.dtype) for count in counts])
+    if counts[0] == rows:
+        return PerReplica(value.data, ROWS)
+    cut = _over_replicas_apart(placement, counts[0])
+    with dispatch_lock:
+        return PerReplica(cut(value.data), ROWS)
+
+
+@functools.lru_cache(maxsize=64)
+def _over_replicas_apart(placement: Placement, rows: int) -> Callable[[jax.Array], jax.Array]:
+    spec = PartitionSpec(AXIS)
+    return jax.jit(
+        jax.shard_map(
+            lambda x: x[:rows], mesh=placement.mesh, in_specs=spec, out_specs=spec, check_vma=False, axis_names={AXIS}
+        )
+    )
+
+
+def _gather_rows(placement: Placement, value: PerReplica, axis: int) -> jax.Array:
+    with dispatch_lock:
+        whole = _gathering(placement, 0)(value.data)
+    counts, rows = _counts(placement, value), whole.shape[0] // placement.replicas
+    blocks = [whole[i * rows : i * rows + count] for i, count in enumerate(counts)]
+    return parts.concatenate(blocks, axis)
+
+
+# -- components held one by one
+
+
+def _reduce_parts(
+    ops: Ops, placement: Placement, op: ReduceOp, value: PerReplica, axis: Axes, options: CommunicationOptions
+) -> Any:
+    if axis is None:
+        everyones = PerReplica(tuple(_of_all(placement, value.data)), PARTS)
+        return ops.reduce_implementation(op, everyones, everyones, options)
+    arrays = [dtypes.checked(op, part) for part in value.data]
+    for array in arrays:
+        _check_axis_of(axis, array.ndim)
+    which = ReduceOp.SUM if op is ReduceOp.MEAN else op
+    total = parts.combine(which, _of_all(placement, [_along(which, array, axis) for array in arrays]))
+    if op is not ReduceOp.MEAN:
+        return total
+    return total / sum(map(int, _of_all(placement, [math.prod(array.shape[a] for a in axis) for array in arrays])))
+
+
+def _of_all(placement: Placement, mine: Sequence[Any]) -> list[Any]:
+    """The components of all replicas, given those of this process. They may be of different lengths."""
+    if len(mine) == placement.replicas:
+        return list(mine)
+    if is_slices(mine[0]):
+        values = _of_all(placement, [part.values for part in mine])
+        indices = _of_all(placement, [part.indices for part in mine])
+        return [IndexedSlices(v, i, mine[0].dense_shape) for v, i in zip(values, indices, strict=True)]
+    arrays = [np.asarray(part) for part in mine]
+    shapes = _all_gathered(placement, [np.array(array.shape, np.int32)[None] for array in arrays])
+    largest = shapes.max(0)
+    padded = [np.pad(array, [(0, most - n) for n, most in zip(array.shape, largest, strict=True)]) for array in arrays]
+    blocks = _all_gathered(placement, [array[None] for array in padded])
+    return [jnp.asarray(block[tuple(map(slice, shape))]) for block, shape in zip(blocks, shapes, strict=True)]
+
+
+def _all_gathered(placement: Placement, mine: list[np.ndarray]) -> np.ndarray:
+    with dispatch_lock:
+        return np.asarray(_gathering(placement, 0)(lay_out(placement, mine).data))
+
+
+def _reduce_slices(placement: Placement, op: ReduceOp, value: IndexedSlices, axis: Axes) -> IndexedSlices:
+    """Slices whose values or indices, or both, differ per replica."""
+    slices.check_op(op)
+    if axis is not None:
+        raise NotImplementedError("strategy.reduce(..., axis=...) of IndexedSlices. Reduce `slices.to_dense()`.")
+    held = (value.values, value.indices)
+    if not any(isinstance(array, PerReplica) for array in held):
+        return reduce_plain(op, value, None, placement.replicas)
+    values, indices = (
+        gather(placement, array, 0) if isinstance(array, PerReplica) else jnp.concatenate([array] * placement.replicas)
+        for array in held
+    )
+    return slices.averaged(op, IndexedSlices(values, indices, value.dense_shape), placement.replicas)
+
+
+# -- along axes
 
 
 def _along(op: ReduceOp, x: jax.Array, axis: tuple[int, ...], rows: jax.Array | None = None) -> jax.Array:
@@ -157,46 +267,19 @@ def _along(op: ReduceOp, x: jax.Array, axis: tuple[int, ...], rows: jax.Array | 
 
 
 def _limit(x: jax.Array, largest: bool) -> Any:
+    if x.dtype == jnp.bool_:
+        return largest
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return jnp.inf if largest else -jnp.inf
     info = jnp.iinfo(x.dtype)
     return info.max if largest else info.min
 
 
-def _reduce_parts(op: ReduceOp, parts: Sequence[Any], axis: tuple[int, ...] | None) -> Any:
-    arrays = [np.asarray(part) for part in parts]
-    if axis is not None:
-        if op is ReduceOp.MEAN:
-            total = sum(array.sum(axis) for array in arrays)
-            count = sum(math.prod(array.shape[a] for a in axis) for array in arrays)
-            return jnp.asarray(total) / count
-        arrays = [np.asarray(_along(op, jnp.asarray(array), axis)) for array in arrays]
-    shapes = {array.shape for array in arrays}
-    if len(shapes) > 1:
-        raise _errors.ragged_reduce(op, arrays)
-    match op:
-        case ReduceOp.SUM | ReduceOp.MEAN:
-            total = functools.reduce(np.add, arrays)
-            return jnp.asarray(total) / len(arrays) if op is ReduceOp.MEAN else jnp.asarray(total)
-        case ReduceOp.MIN:
-            return jnp.asarray(functools.reduce(np.minimum, arrays))
-        case ReduceOp.MAX:
-            return jnp.asarray(functools.reduce(np.maximum, arrays))
+def _check_axes(axis: Axes, value: PerReplica) -> None:
+    _check_axis_of(axis, 0 if value.form == STACKED else value.data.ndim)
 
 
-def _reduce_slices(placement: Placement, op: ReduceOp, slices: IndexedSlices) -> IndexedSlices:
-    if op not in (ReduceOp.SUM, ReduceOp.MEAN):
-        raise _errors.slices_op(op)
-    if not isinstance(slices.values, PerReplica):
-        return slices
-    values, indices = gather(placement, slices.values, 0), gather(placement, slices.indices, 0)
-    return IndexedSlices(
-        values / placement.replicas if op is ReduceOp.MEAN else values, indices, slices.dense_shape
-    )
-
-
-def _check_axes(axis: tuple[int, ...] | None, value: PerReplica) -> None:
-    rank = 0 if value.form == STACKED else value.data.ndim
+def _check_axis_of(axis: Axes, rank: int) -> None:
     for a in axis or ():
         if not -rank <= a < rank:
             raise ValueError(
@@ -204,19 +287,6 @@ def _check_axes(axis: tuple[int, ...] | None, value: PerReplica) -> None:
                 f"{-rank}..{rank - 1}." if rank else
                 f"strategy.reduce(..., axis={a}): each replica's value is a scalar and has no axis. Use axis=None."
             )  # fmt: skip
-
-
-def _gather_axis(axis: int, arrays: list[jax.Array]) -> int:
-    rank = arrays[0].ndim
-    if any(array.ndim != rank for array in arrays):
-        raise _errors.gather_shapes("rank", arrays)
-    if not -rank <= axis < rank:
-        raise ValueError(f"gather(axis={axis}) of values of rank {rank}: the axes are {-rank}..{rank - 1}.")
-    axis %= rank
-    rests = {array.shape[:axis] + array.shape[axis + 1 :] for array in arrays}
-    if len(rests) > 1:
-        raise _errors.gather_shapes("shape", arrays)
-    return axis
 
 
 def _is_zero(value: Any) -> bool:

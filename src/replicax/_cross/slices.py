@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import register_dataclass
+
+from replicax import _errors
+from replicax._options import ReduceOp
 
 
 @functools.partial(register_dataclass, data_fields=["values", "indices"], meta_fields=["dense_shape"])
@@ -31,6 +35,10 @@ class IndexedSlices:
     indices: Any
     dense_shape: tuple[int, ...] | None = None
 
+    def __post_init__(self) -> None:
+        if self.dense_shape is not None and type(self.dense_shape) is not tuple:
+            object.__setattr__(self, "dense_shape", tuple(map(int, self.dense_shape)))  # it must be hashable
+
     @property
     def dtype(self) -> Any:
         return self.values.dtype
@@ -42,8 +50,28 @@ class IndexedSlices:
                 "IndexedSlices.to_dense() needs `dense_shape`, which says how many rows the array has. Write "
                 "IndexedSlices(values, indices, dense_shape=(rows, ...))."
             )
-        return jnp.zeros(self.dense_shape, self.values.dtype).at[self.indices].add(self.values)
+        values = jnp.asarray(self.values)
+        return jnp.zeros(self.dense_shape, values.dtype).at[jnp.asarray(self.indices)].add(values)
 
 
 def is_slices(x: Any) -> bool:
     return isinstance(x, IndexedSlices)
+
+
+def joined(op: ReduceOp, parts: Sequence[IndexedSlices]) -> IndexedSlices:
+    """The slices of all replicas as one: their rows one after the other; a mean divides the values."""
+    check_op(op)
+    values = jnp.concatenate([jnp.asarray(part.values) for part in parts])
+    indices = jnp.concatenate([jnp.asarray(part.indices) for part in parts])
+    return averaged(op, IndexedSlices(values, indices, parts[0].dense_shape), len(parts))
+
+
+def averaged(op: ReduceOp, slices: IndexedSlices, replicas: int) -> IndexedSlices:
+    """`slices` of all replicas together, as the result of `op`."""
+    values = slices.values / replicas if op is ReduceOp.MEAN else slices.values
+    return dataclasses.replace(slices, values=values)
+
+
+def check_op(op: ReduceOp) -> None:
+    if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+        raise _errors.slices_op(op)

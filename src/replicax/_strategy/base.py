@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, Sharding
 
 from replicax import _context, _errors, _run, _values
 from replicax._context import Kind, Mode, Scope
-from replicax._cross import host, in_step
-from replicax._cross.algorithms import AllReduceAlgorithm
+from replicax._cross import host
+from replicax._cross.ops import CrossDeviceOps, chosen
 from replicax._cross.slices import is_slices
 from replicax._host import require_threads
 from replicax._input import distribute
@@ -45,13 +45,13 @@ class Strategy:
         placement: Placement,
         *,
         eager: bool = False,
-        cross_device_ops: in_step.Algorithm | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
         communication_options: CommunicationOptions | None = None,
     ) -> None:
         require_threads(placement.local_devices)
         self.placement = placement
         self.eager = eager
-        self.cross_device_ops = cross_device_ops or AllReduceAlgorithm()
+        self.cross_device_ops = chosen(cross_device_ops)
         self.communication_options = communication_options or CommunicationOptions()
         self.programs = Programs(self)
         self.functions = Programs(self, Kind.CROSS)

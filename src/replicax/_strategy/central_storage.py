@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from replicax import _errors
-from replicax._cross.in_step import Algorithm
+from replicax._cross.ops import CrossDeviceOps
 from replicax._devices import resolve
 from replicax._placement import Placement, place
 from replicax._strategy.base import Strategy
@@ -46,7 +46,7 @@ class CentralStorageStrategy(Strategy):
         self,
         compute_devices: Sequence[jax.Device | str] | None = None,
         parameter_device: jax.Device | str | None = None,
-        cross_device_ops: Algorithm | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
         *,
         eager: bool = False,
     ) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 
 from replicax import _errors
-from replicax._cross.in_step import Algorithm
+from replicax._cross.ops import CrossDeviceOps
 from replicax._devices import local_devices_default, resolve
 from replicax._placement import place
 from replicax._strategy.base import Strategy
@@ -37,7 +37,7 @@ class MirroredStrategy(Strategy):
     def __init__(
         self,
         devices: Sequence[jax.Device | str] | None = None,
-        cross_device_ops: Algorithm | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
         *,
         eager: bool = False,
     ) -> None:

@@ -1,0 +1,63 @@
+"""In which dtype are values added up, and in which do they come back?
+
+The same for every road a value may take, so that compiled, eager and host code agree: sums keep the dtype of what is
+summed, except that Trues are counted; the mean of integers is a float; eight bits are too few to add in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from replicax import _errors
+from replicax._options import ReduceOp
+
+
+def checked(op: ReduceOp, leaf: Any) -> jax.Array:
+    """A leaf as an array that `op` can combine; `TypeError` for text, keys, and the smallest of complex numbers."""
+    if not is_key(leaf):
+        try:
+            array = jnp.asarray(leaf)
+        except (TypeError, ValueError) as error:
+            raise _errors.not_reducible(op, leaf) from error
+        if op in (ReduceOp.SUM, ReduceOp.MEAN) or not jnp.issubdtype(array.dtype, jnp.complexfloating):
+            return array
+    raise _errors.not_reducible(op, leaf)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether this is an array of random keys, with which one cannot calculate."""
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def widened(word: str, array: jax.Array, beside_auto_axes: bool = False) -> jax.Array:
+    """The operand of a reduction (`word` is its name in lower case) in the dtype in which it is carried out."""
+    if word == "mean" and not jnp.issubdtype(array.dtype, jnp.inexact):
+        return array.astype(jnp.result_type(float))  # floats first: a sum of int8 wraps around before it is divided
+    if array.dtype == jnp.bool_:
+        return array.astype(jnp.int32)
+    # Eight bits cannot hold a sum; and a 16-bit psum beside an Auto axis aborts the process on CPU.
+    narrow = array.dtype.itemsize < (4 if beside_auto_axes else 2)
+    return array.astype(jnp.float32) if narrow and is_float(array) else array
+
+
+def narrowed(word: str, result: jax.Array, operand: jax.Array) -> jax.Array:
+    """The result in the operand's dtype, except where that could not hold it."""
+    if word == "sum" and operand.dtype == jnp.bool_:
+        return result
+    if word == "mean" and not jnp.issubdtype(operand.dtype, jnp.inexact):
+        return result
+    return result.astype(operand.dtype)
+
+
+def is_float(array: jax.Array) -> bool:
+    return jnp.issubdtype(array.dtype, jnp.floating)
+
+
+def divided(total: jax.Array, replicas: int) -> jax.Array:
+    """A true division, which XLA would turn into a multiplication by 1/N if it saw N: the mean of three 0.1 is 0.1."""
+    hidden = lax.optimization_barrier(jnp.asarray(replicas, jnp.finfo(total.dtype).dtype))
+    return total / hidden
