@@ -844,6 +844,109 @@ def not_a_number(fn: Any, site: Any, error: Exception) -> FloatingPointError:
     return FloatingPointError(f"`{_name(fn)}` made a value that is not a number at {site}: {error}")
 
 
+# -- Line by line: replicas on threads
+
+
+def replicas_do_not_meet(states: Sequence[Any]) -> ContextError:
+    """`states` holds, for each replica, the call it waits in, or a word if it has returned."""
+    waiting = [state for state in states if not isinstance(state, str)]
+    merges = any(call.what == "merge_call" for call in waiting)
+    if len({call.what for call in waiting}) > 1:
+        headline = "The replicas wait for each other in different calls"
+    elif merges:
+        headline = "Some replicas made a different number of replica_context().merge_call() calls"
+    else:
+        headline = f"Some replicas made a different number of {waiting[0].what} calls"
+    return ContextError(
+        message(
+            headline,
+            [
+                f"replica {i}  " + ("has returned" if isinstance(state, str) else f"waits in {state.what} at {state.site}")
+                for i, state in enumerate(states)
+            ],
+            "All replicas must make the same calls in the same order, or those that wait would wait for ever.",
+            ["make the call on every replica, outside of conditions that differ between replicas"],
+        )
+    )
+
+
+def met_while_meeting(call: Any, earlier: Any) -> ContextError:
+    return ContextError(
+        message(
+            f"{call.what} at {call.site} in code that speaks for all replicas",
+            [f"the replicas are waiting in {earlier.what} at {earlier.site}"],
+            "They come back when this code is done, so they cannot be met from here.",
+            ["reduce before the merge_call, or use strategy.reduce(op, value) in it"],
+        )
+    )
+
+
+def different_operands(call: Any, kinds: Sequence[str]) -> StructureError:
+    return StructureError(
+        message(
+            f"{call} of values that differ in shape or type between the replicas",
+            [f"replica {i}  {kind}" for i, kind in enumerate(kinds)],
+            "They are combined element by element.",
+            ["reduce the uneven axis first, or concatenate along it with all_gather"],
+        )
+    )
+
+
+def merge_of_a_transformed_value(leaf: Any, site: Any) -> ContextError:
+    return ContextError(
+        message(
+            f"`merge_call` called while defining a new graph: inside jax.grad, jax.vmap or jax.checkpoint, at {site}",
+            [f"an argument of type {type(leaf).__name__}"],
+            "The function runs once for all replicas, and a value that is being transformed belongs to one of them.",
+            ["all_reduce and all_gather can be differentiated", "call merge_call outside of the transformed function"],
+        )
+    )
+
+
+def created_by_this_replica_only(name: str, replica: int, made: Sequence[str]) -> ContextError:
+    return ContextError(
+        message(
+            f"Tried to create variable {name!r} with mismatching name on replica {replica}",
+            [f"replica 0 made  {', '.join(map(repr, made)) or 'no variable'}"],
+            "Replica 0 makes the variables of a step and the others are given the same ones, matched by name and order.",
+            ["create the same variables on every replica", "create them before the run, in strategy.scope()"],
+        )
+    )
+
+
+def unequal_copies(fn: Any, variable: Any, site: Any, copies: Sequence[Any]) -> LocalityError:
+    return LocalityError(
+        message(
+            f"`{_name(fn)}` left unequal copies of the mirrored variable {variable.name!r}, written at {site}",
+            [f"replica {i}  {' '.join(str(copy).split())[:100]}" for i, copy in enumerate(copies)],
+            "It has one value for all replicas. None of its writes in this run was kept.",
+            [
+                'reduce the value first: rx.get_replica_context().all_reduce("mean", value)',
+                'let the variable combine: rx.Variable(..., aggregation="mean") or "sum"',
+                'keep one per replica: rx.Variable(..., synchronization="on_read")',
+            ],
+        )
+    )
+
+
+def assigned_in_staged_code(variable: Any, site: Any) -> ContextError:
+    return ContextError(
+        f"`{variable.name}.assign` at {site} with a value that a JAX transformation (jax.vmap, say) is working on. Return "
+        "the value from the transformed function and assign it outside."
+    )
+
+
+def wrong_number_of_components(path: str, components: int, replicas: int) -> InputError:
+    return InputError(
+        message(
+            "strategy.run(step, ...) got a per-replica value with another number of components than there are replicas",
+            [f"args{path}  {components} components, {replicas} replicas in this process"],
+            "Each replica gets its own component.",
+            ["make it with the strategy that runs the step"],
+        )
+    )
+
+
 # -- Cross-device ops
 
 
@@ -929,5 +1032,33 @@ def hook_changed_shape(ops: Any, operand: Any, result: Any) -> InputError:
             [f"each replica's value  {_short(operand)}", f"returned  {_short(result)}"],
             "Replicas are combined element by element.",
             ["reduce over ``jnp.stack(per_replica_value.values)`` along axis 0 only"],
+        )
+    )
+
+
+# -- Replicas of several devices
+
+
+def eager_over_several_devices(placement: Any) -> NotAvailableError:
+    axes = ", ".join(f"{name!r}: {placement.mesh.shape[name]}" for name in placement.auto_axes)
+    return NotAvailableError(
+        message(
+            "A step cannot be run line by line when a replica is made of several devices",
+            [f"replica_mesh={{{axes}}}"],
+            "Line by line each replica is a thread with one device of its own. How an operation is divided over several "
+            "devices is decided by the compiler.",
+            ["look into the compiled step with `jax.debug.print`", "debug on one device: `rx.OneDeviceStrategy(device, eager=True)`"],
+        )
+    )
+
+
+def uneven_replica_mesh(inside: Any, devices: int) -> DeviceError:
+    product = " x ".join(str(size) for size in inside.values())
+    return DeviceError(
+        message(
+            f"MirroredStrategy(replica_mesh={inside!r}) does not divide its devices into replicas",
+            [f"{devices} devices, {product} for each replica"],
+            "Every replica needs equally many devices, and the axis 'replica' is the one between replicas.",
+            ["choose sizes whose product divides the number of devices", "name the axes otherwise, 'model' say"],
         )
     )

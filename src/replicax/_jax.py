@@ -5,11 +5,12 @@ reason why no public name would do. A new JAX release that breaks replicax break
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from jax._src import array, config, core, distributed, xla_bridge
+from jax._src import array, config, core, distributed, source_info_util, xla_bridge
 from jax._src.interpreters import partial_eval
 
 
@@ -115,3 +116,68 @@ def on_host() -> Any:
     `jax.ensure_compile_time_eval` folds what is concrete but leaves the trace in place.
     """
     return core.set_current_trace(core.eval_trace)
+
+
+# What the eager run is made of: an interpreter of JAX's operations, as `jax.grad` and `jax.vmap` are. They are written
+# against these classes, for which JAX has no public names; `jax.extend` covers programs, not their execution.
+
+Trace = core.Trace
+Tracer = core.Tracer
+
+
+def carry_out(primitive: Any, operands: list[Any], params: dict[str, Any]) -> Any:
+    """One operation, here and now, on concrete arrays."""
+    with outside_of_traces():
+        return core.eval_trace.process_primitive(primitive, operands, params)
+
+
+class outside_of_traces:
+    """Inside it, code runs as at the top level: no trace is under way and no axis has a name."""
+
+    __slots__ = ("trace", "axes")
+
+    def __enter__(self) -> None:
+        self.trace, self.axes = core.trace_ctx.trace, core.trace_ctx.axis_env
+        core.trace_ctx.set_trace(core.eval_trace)
+        core.trace_ctx.set_axis_env(core.top_axis_env)
+
+    def __exit__(self, *exc: object) -> None:
+        core.trace_ctx.set_trace(self.trace)
+        core.trace_ctx.set_axis_env(self.axes)
+
+
+def named_axis(name: str, size: int) -> Any:
+    """A context manager inside which collectives over `name` can be written, for `size` participants."""
+    return core.extend_axis_env_nd([(name, size)])
+
+
+def equation(primitive: Any, operands: list[Any], results: list[Any], params: dict[str, Any]) -> Any:
+    """One operation as an equation that remembers the Python stack; `jax.extend` would want that stack from us."""
+    return core.new_jaxpr_eqn(operands, results, primitive, params, core.no_effects, source_info_util.current())
+
+
+def straight_line(inputs: list[Any], outputs: list[Any], equations: list[Any]) -> Any:
+    """Equations as a program. The public constructor wants debug information that only JAX can make."""
+    info = core.DebugInfo("eager run", "step", None, None)
+    return core.Jaxpr([], inputs, outputs, equations, core.no_effects, info)
+
+
+def thread_settings() -> Callable[[], None]:
+    """Copies what this thread has set of JAX's settings (`jax.default_matmul_precision(...)`, `jax.debug_nans(...)`).
+
+    JAX keeps a setting made by a ``with`` block per thread and has no call that lists them.
+
+    Returns:
+      A function that makes them those of the thread that calls it.
+    """
+    unset = config.config_ext.unset
+    mine = [(state, state.get_local()) for state in config.config_states.values()]
+    mine = [(state, value) for state, value in mine if value is not unset]
+
+    def apply() -> None:
+        for state, value in mine:
+            state.set_local(value)
+            if state._update_thread_local_hook is not None:
+                state._update_thread_local_hook(value)
+
+    return apply

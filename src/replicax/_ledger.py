@@ -35,6 +35,7 @@ from jax import lax
 from replicax import _context, _errors, _jax
 from replicax._context import Kind, Mode
 from replicax._cross import host, in_step
+from replicax._cross.slices import is_slices
 from replicax._locality import Site, call_site
 from replicax._options import CommunicationOptions, ReduceOp, VariableAggregation
 from replicax._placement import AXIS
@@ -182,8 +183,10 @@ class TracedLedger:
     def all_gather(self, value: PyTree, axis: int, options: CommunicationOptions | None) -> PyTree:
         return in_step.all_gather(self.placement, value, axis)
 
-    def reduce_across(self, op: ReduceOp, value: PerReplica, axes: tuple[int, ...] | None) -> Any:
+    def reduce_across(self, op: ReduceOp, value: Any, axes: tuple[int, ...] | None) -> Any:
         """`strategy.reduce` in cross-replica code of this run."""
+        if is_slices(value):
+            return self.all_reduce(op, self.to_replica(value), None)
         return host.reduce_local(lambda which, x: self.all_reduce(which, x, None), op, self._own(value), axes)
 
     def gather_across(self, value: PerReplica, axis: int) -> Any:

@@ -1,9 +1,513 @@
-"""How does a replica function run line by line, replica by replica?"""
+"""How does a replica function run line by line, replica by replica?
+
+One thread per replica, on that replica's device, replica 0 on the caller's own. `print` and `pdb` work in the function, a
+loop is a loop, and an exception comes from the line that raised it. What the function gives, and what it is refused for, is
+what the compiled run gives and refuses: `Results` asks the same analyses and the variables are written at the end, all or none.
+
+Who does what: `rendezvous.py` lets replicas wait for each other, `operations.py` carries out one operation, `copies.py` holds the
+variables. Here is the ledger that a replica's code talks to, and what goes into and comes out of a run.
+"""
+
+# In code across replicas (a merge function) everything lies on one device, that of replica 0: a value per replica as a host
+# tuple of N arrays there, anything mirrored as one array. So components can be added up and printed without a thought about
+# devices. Reductions lay them out over the replicas again and run the program that the host uses.
+#
+# `dispatch_lock` is held for the whole run. It is what makes steps from several threads follow one another
+# without losing an update; and all programs for several devices come from replica 0, whose thread holds it.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from replicax import _context, _errors, _jax
+from replicax._context import Kind, Mode, ReplicaContext
+from replicax._cross import host, in_step
+from replicax._cross.slices import is_slices
+from replicax._host import dispatch_lock
+from replicax._locality import call_site, differs, origin_of
+from replicax._options import CommunicationOptions, ReduceOp, RunOptions, VariableAggregation
+from replicax._placement import AXIS, Placement, place
+from replicax._run.arguments import Static, names
+from replicax._run.copies import Copies, same_bits
+from replicax._run.operations import EagerArray, EagerTrace, Tape, concrete
+from replicax._run.rendezvous import Call, Rendezvous
+from replicax._values import PARTS, STACKED, PerReplica, _blocks, lay_out, regroup
+
+if TYPE_CHECKING:
+    from replicax._strategy.base import Strategy
+    from replicax._variables.variable import Variable
+
+PyTree = Any
+
+_NUMBERS = (int, float, complex, np.ndarray, np.generic)
 
 
-def run(strategy: Any, fn: Any, args: Any, kwargs: Any, options: Any) -> Any:
-    raise NotImplementedError
+def run(
+    strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: RunOptions
+) -> Any:
+    """Runs `fn` once per replica, each on a thread of its own, and merges what they return."""
+    with dispatch_lock:
+        return EagerRun(strategy, fn, options.concurrent).carry_out(args, kwargs)
+
+
+class EagerRun:
+    """What the replicas of one run have in common."""
+
+    def __init__(self, strategy: Strategy, fn: Callable[..., Any], concurrent: bool) -> None:
+        self.strategy = strategy
+        self.placement = strategy.placement
+        self.lanes = _one_device_each(strategy.placement)
+        self.fn = fn
+        self.concurrent = concurrent
+        self.tape = Tape()
+        self.asked_who = False
+        """Whether the step looked at its replica's id, from which values may have been computed that no tape shows."""
+        self.made: dict[str, list[Variable]] = {}
+        self.initial: list[tuple[Variable, Any]] = []
+        self.known: dict[int, tuple[PerReplica, Sequence[Any]]] = {}
+        """The replicas' own arrays behind the per-replica values that were shown to code across replicas."""
+        self.ledgers = [EagerLedger(self, index) for index in range(len(self.placement.local_replicas))]
+        self.copies = Copies(strategy, [ledger.trace for ledger in self.ledgers])
+        self.meeting = Rendezvous(len(self.ledgers), concurrent)
+
+    def carry_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        outs = self.each(self.fn, self._handed_out(args, kwargs))
+        results = Results(self, outs)
+        self.copies.commit(self.fn)
+        return results.merged()
+
+    def each(self, fn: Callable[..., Any], calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
+        """Runs `fn` for every replica, from the host or from code across replicas; there the earlier calls are waiting."""
+        outer, self.meeting = self.meeting, Rendezvous(len(self.ledgers), self.concurrent)
+        replicas = [
+            functools.partial(ledger.live, fn, *call) for ledger, call in zip(self.ledgers, calls, strict=True)
+        ]
+        try:
+            return self.meeting.run(replicas, enter=_thread_like_this_one())
+        finally:
+            self.meeting = outer
+
+    # -- into the run
+
+    def _handed_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The call as each replica gets it."""
+        tree = jax.tree.structure((args, kwargs))
+        numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
+        labels = names(self.fn, tree)
+
+        def give(ledger: EagerLedger) -> Any:
+            return jax.tree.map(
+                lambda leaf, number: ledger.take(leaf, labels[number] if isinstance(number, int) else _label(labels, number)),
+                (args, kwargs), numbered, is_leaf=_is_per_replica,
+            )  # fmt: skip
+
+        return [give(ledger) for ledger in self.ledgers]
+
+    # -- across replicas
+
+    @contextmanager
+    def across(self) -> Iterator[None]:
+        """Inside it, code speaks for all replicas."""
+        with _jax.outside_of_traces(), _context.push(Mode(self.strategy, Kind.CROSS, self.ledgers[0])):
+            yield
+
+    def merge(self, fn: Callable[..., Any], brought: Sequence[Any]) -> list[Any]:
+        """A merge function, called once with what all replicas brought; its result, split again."""
+        args, kwargs = self.to_across(brought)
+        with self.across():
+            result = fn(self.strategy, *args, **kwargs)
+        return self.to_replicas(result)
+
+    def to_across(self, trees: Sequence[PyTree]) -> PyTree:
+        """What each replica has → one structure. Arrays become per-replica values, whether they are equal or not."""
+        device = self.ledgers[0].trace.device
+
+        def show(parts: tuple[Any, ...]) -> Any:
+            if any(isinstance(part, jax.Array) for part in parts):
+                moved = tuple(jax.device_put(concrete(part), device) if _is_array(part) else part for part in parts)
+                if self.placement.replicas == 1:
+                    return moved[0]
+                value = PerReplica(moved, PARTS)
+                self.known[id(value)] = value, parts
+                return value
+            return parts[0] if _all_equal(parts) else PerReplica(parts, PARTS)
+
+        with _jax.outside_of_traces():
+            return regroup(trees, show, always_wrap=True)
+
+    def to_replicas(self, tree: PyTree) -> list[PyTree]:
+        """One structure → what each replica has of it: its own component, or its own copy."""
+        return [
+            jax.tree.map(functools.partial(self._share, ledger), tree, is_leaf=_is_per_replica)
+            for ledger in self.ledgers
+        ]
+
+    def _share(self, ledger: EagerLedger, leaf: Any) -> Any:
+        if not isinstance(leaf, PerReplica):
+            return ledger.trace.enter(concrete(leaf)) if isinstance(leaf, jax.Array) else leaf
+        part = self.known[id(leaf)][1][ledger.index] if id(leaf) in self.known else leaf.values[ledger.index]
+        if isinstance(part, EagerArray) or not isinstance(part, jax.Array):
+            return part
+        return ledger.trace.enter(part, differs("code across replicas gave each replica a value of its own"))
+
+
+class EagerLedger:
+    """One replica of an eager run; that of replica 0 also answers to code across replicas."""
+
+    def __init__(self, run: EagerRun, index: int) -> None:
+        self.run = run
+        self.strategy = run.strategy
+        self.index = index
+        self.replica = run.placement.local_replicas[index]
+        self.trace = EagerTrace(
+            self.replica,
+            run.placement.local_devices[index],
+            run.tape if index == 0 else None,
+            self._meet,
+            lambda: run.meeting.raise_if_cancelled(),
+        )
+        self.masks: list[tuple[int, Any]] = []
+        self.mask_consulted = False
+        self._creations: Counter[str] = Counter()
+
+    def live(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs `fn` as this replica, on the thread it is called on."""
+        with (
+            jax.disable_jit(),
+            jax.default_device(self.trace.device),
+            _jax.named_axis(AXIS, self.run.placement.replicas),
+            _jax.in_trace(self.trace),
+            _Context(self.strategy, self.replica, self),
+        ):
+            return fn(*args, **kwargs)
+
+    def take(self, leaf: Any, label: str) -> Any:
+        """One argument of the step, as this replica gets it."""
+        state = None
+        if isinstance(leaf, PerReplica):
+            state = differs(f"argument {label} differs per replica")
+            if leaf.mask is not None:
+                mask = self.trace.enter(_component(leaf.mask, self, label), state)
+                leaf = _component(leaf.data, self, label)
+                self.masks.append((leaf.shape[0], mask))
+                return self.trace.enter(leaf, state, has_rows=True)
+            leaf = _component(leaf, self, label)
+        if isinstance(leaf, _NUMBERS) and not isinstance(leaf, bool):
+            leaf = jnp.array(leaf) if hasattr(leaf, "shape") else jnp.asarray(leaf)  # a copy; a number stays weakly typed
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        return self.trace.enter(leaf) if state is None else self.trace.enter(leaf, state)
+
+    # -- variables
+
+    def read(self, variable: Variable) -> Any:
+        self.refuse_foreign_jit(variable, "read")
+        if not self._speaks_for_all():
+            return self.run.copies.read(variable, self.index)
+        parts = self.components(variable)
+        return jnp.stack(parts) if variable.on_read else parts[0]
+
+    def read_across(self, variable: Variable) -> Any:
+        """An on-read variable as code across replicas sees it: its components combined."""
+        parts = self.components(variable)
+        if self.run.placement.replicas == 1 or variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            return parts[0]
+        if variable.aggregation is VariableAggregation.NONE:
+            raise _errors.on_read_none(variable)
+        op = ReduceOp.from_variable_aggregation(variable.aggregation)
+        return self.reduce_across(op, PerReplica(tuple(parts), PARTS), None).astype(variable.dtype)
+
+    def write(self, variable: Variable, value: Any) -> None:
+        self.refuse_foreign_jit(variable, "assign")
+        site = call_site()
+        if not self._speaks_for_all():
+            return self.run.copies.write(variable, self.index, lax.stop_gradient(value), site)
+        for ledger in self.run.ledgers:
+            own = value if value.shape == variable.shape else value[ledger.index]
+            self.run.copies.write(variable, ledger.index, ledger.trace.enter(own), site)
+
+    def create(self, make: Callable[..., Variable], kwargs: dict[str, Any]) -> Variable:
+        """A variable made in the step: replica 0 makes it, the others are given the same one."""
+        if self._speaks_for_all():
+            return self._make(make, kwargs)
+        name = _canonical(kwargs.get("name"))
+        number = self._creations[name]
+        self._creations[name] += 1
+        made = self.run.made
+        if self.index == 0:
+            made.setdefault(name, []).append(self._make(make, kwargs))
+            self.run.meeting.announce()
+        elif not self.run.meeting.wait_for_first(lambda: len(made.get(name, ())) > number):
+            of_first = [variable.name for variables in made.values() for variable in variables]
+            raise _errors.created_by_this_replica_only(kwargs.get("name") or name, self.replica, of_first)
+        return made[name][number]
+
+    def _make(self, make: Callable[..., Variable], kwargs: dict[str, Any]) -> Variable:
+        initial = kwargs.get("initial_value")
+        with _jax.outside_of_traces():
+            if callable(initial) and not hasattr(initial, "shape"):
+                initial = initial()
+            variable = make(**kwargs | {"initial_value": concrete(initial)})
+        if isinstance(initial, EagerArray):
+            self.run.initial.append((variable, initial))
+        return variable
+
+    def refuse_foreign_jit(self, variable: Variable, method: str) -> None:
+        """Jitted functions are Python here, unless the step itself switches them on again."""
+        if _jax.inside_jit(self.trace, EagerLedger.live.__code__):
+            raise _errors.foreign_jit(variable, method)
+
+    def belongs_to(self, strategy: Strategy) -> None:
+        """A run of the default strategy stays one, whatever its merge functions call."""
+
+    # -- in a replica
+
+    def replica_id(self) -> int:
+        self.run.asked_who = True
+        return self.replica
+
+    def all_reduce(self, op: ReduceOp, value: PyTree, options: CommunicationOptions | None) -> PyTree:
+        merged = self.strategy.communication_options.merge(options)
+        with jax.disable_jit(False):  # one operation, by whose name the analysis knows it
+            return in_step.all_reduce(self.strategy.cross_device_ops, self.run.lanes, op, value, merged)
+
+    def first(self, value: PyTree) -> PyTree:
+        with jax.disable_jit(False):
+            return in_step.first(self.run.lanes, value)
+
+    def all_gather(self, value: PyTree, axis: int, options: CommunicationOptions | None) -> PyTree:
+        return jax.tree.map(functools.partial(self._gather, axis=axis), value, is_leaf=is_slices)
+
+    def _gather(self, leaf: Any, axis: int) -> Any:
+        if is_slices(leaf) or not -jnp.ndim(leaf) <= axis < jnp.ndim(leaf):
+            return in_step.all_gather(self.run.lanes, leaf, axis)  # raises
+        array = jnp.asarray(leaf)
+        axis %= array.ndim
+        shapes = self._meet("all_gather", lambda _, shapes: [shapes] * len(shapes), array.shape)
+        sizes = [shape[axis] for shape in _gatherable(shapes, axis, array.dtype)]
+        padding = [(0, max(sizes) - array.shape[axis] if i == axis else 0) for i in range(array.ndim)]
+        even = array if len(set(sizes)) == 1 else jnp.pad(array, padding)
+        with jax.disable_jit(False):
+            whole = in_step.all_gather(self.run.lanes, even, axis)
+        if len(set(sizes)) == 1:
+            return whole
+        starts = [i * max(sizes) for i in range(len(sizes))]
+        return jnp.concatenate(
+            [lax.slice_in_dim(whole, start, start + size, axis=axis) for start, size in zip(starts, sizes, strict=True)],
+            axis,
+        )
+
+    def merge_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for leaf in jax.tree.leaves((args, kwargs)):
+            if isinstance(leaf, _jax.Tracer) and not isinstance(leaf, EagerArray):
+                raise _errors.merge_of_a_transformed_value(leaf, call_site())
+        return self._meet("merge_call", lambda _, brought: self.run.merge(fn, brought), (args, kwargs))
+
+    def _meet(self, what: str, work: Callable[[Placement, list[Any]], Sequence[Any]], brought: Any) -> Any:
+        call = Call(what, call_site(), brought)
+        return self.run.meeting.meet(self.index, call, functools.partial(work, self.run.lanes))
+
+    def valid_counts(self, rows: int | None) -> tuple[Any, Any] | None:
+        for size, mask in self.masks:
+            if rows is None or rows == size:
+                self.mask_consulted = True
+                return mask[0, 0], mask[0, 1]
+        return None
+
+    def batch_rows(self) -> int:
+        return self.masks[0][0]
+
+    # -- across replicas
+
+    def _speaks_for_all(self) -> bool:
+        mode = _context.current()
+        return mode is not None and mode.kind is Kind.CROSS
+
+    def reduce_across(self, op: ReduceOp, value: Any, axes: tuple[int, ...] | None) -> Any:
+        """`strategy.reduce` in code across replicas."""
+        options = self.strategy.communication_options
+        with jax.disable_jit(False):
+            reduced = host.reduce(self.strategy.cross_device_ops, self.run.lanes, op, self._laid(value), axes, options)
+        return jax.device_put(reduced, self.trace.device)
+
+    def gather_across(self, value: PerReplica, axis: int) -> Any:
+        """`strategy.gather` in code across replicas."""
+        with jax.disable_jit(False):
+            return jax.device_put(host.gather(self.run.lanes, self._laid(value), axis), self.trace.device)
+
+    def _laid(self, value: Any) -> Any:
+        def lay(leaf: Any) -> Any:
+            return lay_out(self.run.lanes, leaf.data) if isinstance(leaf, PerReplica) and leaf.form == PARTS else leaf
+
+        return jax.tree.map(lay, value, is_leaf=_is_per_replica)
+
+    def components(self, value: PerReplica | Variable) -> list[Any]:
+        """The component of every replica, side by side."""
+        parts = value.values if isinstance(value, PerReplica) else self.run.copies.concrete(value)
+        return [jax.device_put(part, self.trace.device) if isinstance(part, jax.Array) else part for part in parts]
+
+    def update(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Runs an update function once for each component, as whose variable its variables then answer."""
+        results = []
+        for ledger, (own, own_kwargs) in zip(self.run.ledgers, self.run.to_replicas((args, kwargs)), strict=True):
+            mode = Mode(self.strategy, Kind.UPDATE, ledger, update_id=ledger.replica)
+            with jax.default_device(ledger.trace.device), _jax.in_trace(ledger.trace), _context.push(mode):
+                results.append(fn(*own, **own_kwargs))
+        differing = any(isinstance(leaf, PerReplica) for leaf in jax.tree.leaves((args, kwargs), is_leaf=_is_per_replica))
+        return [self.run.to_across(results) if differing else self.run.to_across(results[:1])]
+
+    def run_nested(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`strategy.run` in code across replicas."""
+        return self.run.to_across(self.run.each(fn, self.run.to_replicas((args, kwargs))))
+
+
+class _Context(ReplicaContext):
+    """A replica context that notices who looks at its number."""
+
+    __slots__ = ()
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        assert self._ledger is not None
+        return self._ledger.replica_id()
+
+
+class Results:
+    """What the replicas returned, judged: what is equal everywhere, and whether the step may stand as it is."""
+
+    def __init__(self, run: EagerRun, outs: Sequence[PyTree]) -> None:
+        self._run = run
+        self._outs = outs
+        self._columns: list[tuple[Any, ...]] = []
+        regroup(outs, self._columns.append, always_wrap=True)
+        self._differs, self._masks = [False] * len(self._columns), [None] * len(self._columns)
+        if run.placement.replicas > 1:
+            self._differs = self._localities()
+        if run.ledgers[0].masks:
+            self._masks = self._row_masks()
+
+    def merged(self) -> PyTree:
+        verdicts = iter(zip(self._differs, self._masks, strict=True))
+        return regroup(self._outs, lambda parts: self._leaf(parts, *next(verdicts)), always_wrap=True)
+
+    def _leaf(self, parts: tuple[Any, ...], differs: bool, mask: Any) -> Any:
+        placement = self._run.placement
+        values = [concrete(part) for part in parts]
+        if not all(map(_is_array, values)):
+            return parts[0] if _all_equal(parts) else lay_out(placement, values)
+        if not differs and same_bits(values):
+            return _mirrored(placement, values)
+        value = lay_out(placement, values)
+        value.mask = mask
+        return value
+
+    def _localities(self) -> list[bool]:
+        run = self._run
+        results = [parts[0] if _is_array(parts[0]) else 0 for parts in self._columns]
+        written = [variable for variable in run.copies.written if not variable.on_read]
+        values = [run.copies.last(variable) for variable in written] + [initial for _, initial in run.initial]
+        analysis = run.tape.analyse([*results, *values], run.placement.replicas)
+        if not run.asked_who:
+            for finding in analysis.findings:
+                raise _errors.wrong_collective(run.fn, finding)
+        origins = [origin_of(state) for state in analysis.outs]
+        for variable, origin in zip(written, origins[len(results) :], strict=False):
+            if origin is not None:
+                raise _errors.unreduced_write(run.fn, variable, run.copies.written[variable], origin)
+        for (variable, _), origin in zip(run.initial, origins[len(results) + len(written) :], strict=True):
+            if origin is not None:
+                raise _errors.per_replica_initial_value(run.fn, variable, origin)
+        return [origin is not None for origin in origins[: len(results)]]
+
+    def _row_masks(self) -> list[Any]:
+        """For each result that still has the rows of a padded batch: which of them are real."""
+        run = self._run
+        results = [parts[0] if _is_array(parts[0]) else 0 for parts in self._columns]
+        rows = run.tape.analyse_rows([*results, *map(run.copies.last, run.copies.written)])
+        size, _ = run.ledgers[0].masks[0]
+        masks = [concrete(ledger.masks[0][1]) for ledger in run.ledgers]
+        counts = np.concatenate([np.asarray(mask)[:, 0] for mask in masks])
+        site = next((site for site in rows.reduced if site is not None), None)
+        if site is not None and not run.ledgers[0].mask_consulted and (counts < size).any():
+            raise _errors.averages_padding(run.fn, site, counts, size)
+        mask = lay_out(run.placement, masks).data
+        return [mask if axis == 0 else None for axis in rows.axis[: len(results)]]
+
+
+def _thread_like_this_one() -> Callable[[], None]:
+    """What a new thread does first, so that code on it finds what it would find on this one."""
+    apply_settings = _jax.thread_settings()
+    creators, overlays = list(_context.thread.creators), list(_context.thread.overlays)
+
+    def enter() -> None:
+        apply_settings()
+        _context.thread.creators[:] = creators
+        _context.thread.overlays[:] = overlays
+
+    return enter
+
+
+@functools.lru_cache(maxsize=64)
+def _one_device_each(placement: Placement) -> Placement:
+    """The same replicas, each on its first device alone: what lies inside a replica is not partitioned here."""
+    return place(placement.devices) if placement.auto_axes else placement
+
+
+def _component(value: Any, ledger: EagerLedger, label: str) -> Any:
+    """A replica's part of a per-replica argument or of its mask, padding included."""
+    if not isinstance(value, PerReplica):
+        parts: Sequence[Any] = _blocks(value)
+    elif value.form == PARTS:
+        parts = value.data
+    else:
+        parts = [block.reshape(block.shape[1:]) if value.form == STACKED else block for block in _blocks(value.data)]
+    if len(parts) != len(ledger.run.ledgers):
+        raise _errors.wrong_number_of_components(label, len(parts), len(ledger.run.ledgers))
+    return parts[ledger.index]
+
+
+def _label(labels: list[str], numbers: Any) -> str:
+    return next((labels[number] for number in jax.tree.leaves(numbers)), "")
+
+
+def _mirrored(placement: Placement, values: Sequence[Any]) -> jax.Array:
+    if placement.auto_axes:
+        return jax.device_put(values[0], placement.mirrored)
+    parts = [jax.device_put(value, device) for value, device in zip(values, placement.local_devices, strict=True)]
+    return jax.make_array_from_single_device_arrays(parts[0].shape, placement.mirrored, parts)
+
+
+def _gatherable(shapes: Sequence[tuple[int, ...]], axis: int, dtype: Any) -> Sequence[tuple[int, ...]]:
+    if len({(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}) > 1 or len({len(shape) for shape in shapes}) > 1:
+        what = "rank" if len({len(shape) for shape in shapes}) > 1 else "shape"
+        raise _errors.gather_shapes(what, [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes])
+    return shapes
+
+
+def _canonical(name: str | None) -> str:
+    """``dense_1/kernel_2`` → ``dense/kernel``: the name without the numbers that made it unique."""
+    return re.sub(r"_\d(?=/|$)", "", name or "Variable")
+
+
+def _is_per_replica(x: Any) -> bool:
+    return isinstance(x, PerReplica)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray, np.generic))
+
+
+def _all_equal(parts: Sequence[Any]) -> bool:
+    if all(isinstance(part, (np.ndarray, np.generic)) for part in parts):
+        return same_bits(parts)
+    return all(Static(part) == Static(parts[0]) for part in parts)

@@ -440,9 +440,6 @@ def _variable_as_value(variable: Variable, mode: Mode | None) -> Any:
 
 def _reduce_in_run(ledger: Any, op: ReduceOp, value: Any, axes: tuple[int, ...] | None, replicas: int) -> Any:
     """Reduces in cross-replica code that is part of a run, a merge function say."""
-    if is_slices(value):
-        inner = jax.tree.map(lambda x: x.data, value, is_leaf=lambda x: isinstance(x, PerReplica))
-        return ledger.all_reduce(op, inner, None)
-    if isinstance(value, PerReplica):
+    if isinstance(value, PerReplica) or is_slices(value):
         return ledger.reduce_across(op, value, axes)
     return host.reduce_plain(op, value, axes, replicas)

@@ -81,11 +81,16 @@ def host_write(variable: Variable, value: jax.Array) -> None:
     variable._shared = False
 
 
+def share(variable: Variable) -> None:
+    """Notes that somebody else may hold the array, so that it is copied before a step may donate it."""
+    Exports.count += 1
+    variable._shared = True
+
+
 def host_value(variable: Variable) -> jax.Array:
     """What host code sees: the common value, or the components combined."""
     if not variable.on_read:
-        Exports.count += 1
-        variable._shared = True
+        share(variable)
         return variable._array
     return _combine(variable, variable._array)
 
@@ -103,15 +108,13 @@ def _combine(variable: Variable, stacked: jax.Array) -> jax.Array:
 
 def stacked(variable: Variable) -> jax.Array:
     """All components of an on-read variable, as one array."""
-    Exports.count += 1
-    variable._shared = True
+    share(variable)
     return variable._array
 
 
 def components(variable: Variable) -> tuple[jax.Array, ...]:
     """One array per local replica, on its own device."""
-    Exports.count += 1
-    variable._shared = True
+    share(variable)
     if variable.on_read:
         return tuple(block[0] for block in _blocks(variable._array))
     by_device = {shard.device: shard.data for shard in variable._array.addressable_shards}
