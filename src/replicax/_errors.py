@@ -662,7 +662,7 @@ class ForeignVariableError(VariableError, AssertionError):
     """What was to be updated is no variable, or none of this strategy."""
 
 
-class UpdateArgumentError(LocalityError, AssertionError):
+class UpdateArgumentError(LocalityError, AssertionError, ValueError):
     """A value per replica where all components of a variable need the same one."""
 
 

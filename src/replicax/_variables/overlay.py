@@ -7,6 +7,8 @@ results and carried out afterwards.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from jax import lax
@@ -28,6 +30,29 @@ class Layer:
     def write(self, variable: Variable, value: Any) -> None:
         self.values[variable] = lax.stop_gradient(value)
         self.written[variable] = None
+
+
+class _Watch(dict["Variable", Any]):
+    """Holds no values, and remembers which variables were asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: dict[Variable, None] = {}
+
+    def __contains__(self, variable: object) -> bool:
+        self.asked[variable] = None  # type: ignore[index]
+        return False
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[dict[Variable, None]]:
+    """Yields a collection, in the order of first use, of the variables that the ``with`` block reads."""
+    watch = _Watch()
+    _context.thread.overlays.append(Layer(watch))
+    try:
+        yield watch.asked
+    finally:
+        _context.thread.overlays.pop()
 
 
 def accepting(variable: Variable) -> Layer | None:

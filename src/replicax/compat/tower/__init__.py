@@ -7,6 +7,7 @@ ordinary variable.
 
 from replicax._options import VariableAggregation as VariableAggregation
 from replicax._options import VariableSynchronization as VariableSynchronization
+from replicax._run.steps import MultiStepContext as MultiStepContext
 from replicax.cluster import DistributeConfig as DistributeConfig
 from replicax.compat.tower._contexts import TowerContext as TowerContext
 from replicax.compat.tower._contexts import get_cross_tower_context as get_cross_tower_context
@@ -19,9 +20,14 @@ from replicax.compat.tower._contexts import require_tower_context as require_tow
 from replicax.compat.tower._input import InputIterator as InputIterator
 from replicax.compat.tower._input import PerDeviceDataset as PerDeviceDataset
 from replicax.compat.tower._server import run_standard_tensorflow_server as run_standard_tensorflow_server
+from replicax.compat.tower._steps import Monitor as Monitor
+from replicax.compat.tower._steps import StandardInputStep as StandardInputStep
+from replicax.compat.tower._steps import StandardSingleLossStep as StandardSingleLossStep
+from replicax.compat.tower._steps import Step as Step
 from replicax.compat.tower._strategies import CollectiveAllReduceStrategy as CollectiveAllReduceStrategy
 from replicax.compat.tower._strategies import MirroredStrategy as MirroredStrategy
 from replicax.compat.tower._strategies import OneDeviceStrategy as OneDeviceStrategy
+from replicax.compat.tower._strategies import ParameterServerStrategy as ParameterServerStrategy
 from replicax.compat.tower._strategy import DistributionStrategy as DistributionStrategy
 from replicax.compat.tower._update_context import UpdateContext as UpdateContext
 from replicax.compat.tower._update_context import get_update_device as get_update_device

@@ -159,7 +159,15 @@ def no_task(strategy: str) -> ClusterError:
     )
 
 
+def no_job(strategy: str, needs: str, jobs: Any) -> ClusterError:
+    return ClusterError(f"{strategy}: the cluster has no job {needs!r}; its jobs are {list(jobs)}.")
+
+
 def wrong_task(strategy: str, task_type: str, jobs: Any) -> ClusterError:
     return ClusterError(
         f"{strategy}.configure(task_type={task_type!r}): a chief or a worker trains; the jobs are {list(jobs)}."
     )
+
+
+def session_given() -> InputError:
+    return InputError("Monitor(step, session=...): Should not provide a session. Steps are carried out when called.")

@@ -8,10 +8,12 @@ from typing import Any
 import jax
 
 from replicax._devices import resolve
+from replicax._errors import ClusterError, NotAvailableError
+from replicax._strategy.central_storage import CentralStorageStrategy as CentralStorage
 from replicax._strategy.mirrored import MirroredStrategy as Mirrored
 from replicax._strategy.one_device import OneDeviceStrategy as OneDevice
 from replicax.cluster import validate_cluster
-from replicax.cluster._roles import CHIEF, WORKER
+from replicax.cluster._roles import CHIEF, PS, WORKER
 from replicax.compat.tower import _refusals
 from replicax.compat.tower._strategy import DistributionStrategy
 
@@ -83,18 +85,61 @@ class CollectiveAllReduceStrategy(DistributionStrategy):
         task_id: int | None = None,
     ) -> None:
         """Turns it into one worker of a cluster; without one it stays what it is."""
-        if not cluster_spec:
-            return
-        if task_type is None or task_id is None:
-            raise _refusals.no_task("CollectiveAllReduceStrategy")
-        cluster = validate_cluster(cluster_spec, task_type, task_id)
-        if task_type not in (CHIEF, WORKER):
-            raise _refusals.wrong_task("CollectiveAllReduceStrategy", task_type, cluster.jobs)
-        raise _refusals.not_available(
-            "CollectiveAllReduceStrategy.configure(cluster_spec=...)",
-            "This version of replicax runs in one process.",
-            "configure() without a cluster, for the devices of this machine",
-        )
+        if cluster_spec:
+            raise _no_cluster("CollectiveAllReduceStrategy", cluster_spec, task_type, task_id, needs=WORKER)
+
+
+class ParameterServerStrategy(DistributionStrategy):
+    """Variables on servers, towers on workers that do not wait for each other.
+
+    On one machine it is `rx.experimental.CentralStorageStrategy`: variables lie once, on the CPU if there are several
+    GPUs. With a cluster it needs processes.
+
+    Args:
+      num_gpus_per_worker: So many of the first GPUs compute; 0 is one CPU.
+      cluster_spec: The cluster, if there is one, with the task that this process is.
+    """
+
+    def __init__(
+        self,
+        num_gpus_per_worker: int = 0,
+        cluster_spec: Any = None,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        *,
+        eager: bool = False,
+    ) -> None:
+        self._over(CentralStorage(local_accelerators(num_gpus_per_worker), eager=eager))
+        self.configure(None, cluster_spec, task_type, task_id)
+
+    def configure(
+        self,
+        session_config: Any = None,
+        cluster_spec: Any = None,
+        task_type: str | None = None,
+        task_id: int | None = None,
+    ) -> None:
+        """Turns it into one worker of a cluster; without one it stays what it is."""
+        if cluster_spec:
+            raise _no_cluster("ParameterServerStrategy", cluster_spec, task_type, task_id, needs=PS)
+
+
+def _no_cluster(
+    strategy: str, cluster_spec: Any, task_type: str | None, task_id: int | None, needs: str
+) -> ClusterError | NotAvailableError:
+    """What is wrong with a cluster, or that there are no clusters yet."""
+    if task_type is None or task_id is None:
+        return _refusals.no_task(strategy)
+    cluster = validate_cluster(cluster_spec, task_type, task_id)
+    if needs not in cluster.jobs and not (needs == WORKER and CHIEF in cluster.jobs):
+        return _refusals.no_job(strategy, needs, cluster.jobs)
+    if needs == WORKER and task_type not in (CHIEF, WORKER):
+        return _refusals.wrong_task(strategy, task_type, cluster.jobs)
+    return _refusals.not_available(
+        f"{strategy} with a cluster",
+        "This version of replicax runs in one process.",
+        "leave the cluster out, for the devices of this machine",
+    )
 
 
 def local_accelerators(count: int) -> list[jax.Device]:
