@@ -1,0 +1,96 @@
+"""The second call compiles nothing, whatever changes that is not a shape: numbers, masks, fresh lambdas, handed-out values."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import replicax as rx
+from tests.strategies import COMPILED
+
+
+@pytest.fixture(params=COMPILED)
+def strategy(request):
+    return COMPILED[request.param]()
+
+
+def make_step(strategy):
+    with strategy.scope():
+        w = rx.Variable(np.ones(4, np.float32), name="w")
+        optimizer = rx.Optimizer(optax.adam(0.1), gradients="mean")
+
+    def step(x, number):
+        gradients = rx.grad(lambda: rx.mean(x @ w.value) * number, [w])()
+        optimizer.apply_gradients(zip(gradients, [w], strict=True))
+        return x * 2, number
+
+    return step, w
+
+
+def test_steps_of_a_dataset_with_a_short_batch(strategy, compilations):
+    step, w = make_step(strategy)
+    batches = rx.data.from_arrays(np.ones((13, 4), np.float32), batch_size=4)
+    dataset = strategy.distribute_dataset(batches)
+    for number, x in enumerate(dataset):
+        strategy.run(step, args=(x, number))
+        w.numpy()
+
+    with compilations() as names:
+        for number, x in enumerate(dataset):
+            strategy.run(step, args=(x, number + 100))
+            w.numpy()
+
+    assert names == []
+
+
+def test_lambdas_and_partials_made_anew(strategy, compilations):
+    x = jnp.ones((8, 4))
+
+    def scaled(x, k):
+        return x.sum() * k
+
+    def once():
+        strategy.run(lambda x: x.sum(), args=(x,))
+        strategy.run(functools.partial(scaled, k=3), args=(x,))
+
+    once()
+    with compilations() as names:
+        once()
+
+    assert names == []
+
+
+def test_a_reduction_and_a_gather(strategy, compilations):
+    def step():
+        return rx.get_replica_context().replica_id_in_sync_group * jnp.ones(3)
+
+    def once():
+        out = strategy.run(step)
+        return strategy.reduce("mean", out), strategy.reduce("sum", out, axis=0), strategy.gather(out, axis=0)
+
+    once()
+    with compilations() as names:
+        once()
+
+    assert names == []
+
+
+def test_a_function_around_runs(strategy, compilations):
+    with strategy.scope():
+        w = rx.Variable(1.0)
+
+    @rx.function
+    def train(x):
+        w.assign_add(1.0)
+        return strategy.reduce("mean", strategy.run(lambda x: x.sum() * w.value, (x,)))
+
+    x = jnp.ones((8, 4))
+    train(x)
+    with compilations() as names:
+        train(x)
+        jax.block_until_ready(train(x))
+
+    assert names == []
