@@ -14,10 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.tree_util import register_dataclass
 
 from replicax import _errors
-from replicax._placement import Placement
+from replicax._placement import AXIS, Placement
 
 PyTree = Any
 
@@ -104,11 +105,20 @@ def components(value: PerReplica) -> tuple[Any, ...]:
 
 def _blocks(array: jax.Array) -> list[jax.Array]:
     """The addressable blocks along axis 0, one per replica."""
+    if array.size == 0 and isinstance(array.sharding, NamedSharding):
+        return _empty_blocks(array, array.sharding.mesh)
     by_start: dict[int, jax.Array] = {}
     for shard in array.addressable_shards:
         start = shard.index[0].start or 0 if shard.index else 0
         by_start.setdefault(start, shard.data)
     return [by_start[start] for start in sorted(by_start)]
+
+
+def _empty_blocks(array: jax.Array, mesh: Any) -> list[jax.Array]:
+    """The same for an array without elements, which XLA leaves whole on every device whatever its layout should be."""
+    replicas = mesh.shape[AXIS]
+    rows = array.shape[0] // replicas
+    return [shard.data[:rows] for shard in array.addressable_shards[:: mesh.size // replicas]]
 
 
 def lay_out(placement: Placement, parts: Sequence[Any]) -> PerReplica:
