@@ -36,7 +36,7 @@ from replicax._cross.slices import is_slices
 from replicax._host import dispatch_lock
 from replicax._locality import call_site, differs, origin_of
 from replicax._options import CommunicationOptions, ReduceOp, RunOptions, VariableAggregation
-from replicax._placement import AXIS, Placement, place
+from replicax._placement import AXIS, Placement
 from replicax._run.arguments import Static, names
 from replicax._run.copies import Copies, same_bits
 from replicax._run.operations import EagerArray, EagerTrace, Tape, concrete
@@ -66,7 +66,6 @@ class EagerRun:
     def __init__(self, strategy: Strategy, fn: Callable[..., Any], concurrent: bool) -> None:
         self.strategy = strategy
         self.placement = strategy.placement
-        self.lanes = _one_device_each(strategy.placement)
         self.fn = fn
         self.concurrent = concurrent
         self.tape = Tape()
@@ -279,18 +278,18 @@ class EagerLedger:
     def all_reduce(self, op: ReduceOp, value: PyTree, options: CommunicationOptions | None) -> PyTree:
         merged = self.strategy.communication_options.merge(options)
         with jax.disable_jit(False):  # one operation, by whose name the analysis knows it
-            return in_step.all_reduce(self.strategy.cross_device_ops, self.run.lanes, op, value, merged)
+            return in_step.all_reduce(self.strategy.cross_device_ops, self.run.placement, op, value, merged)
 
     def first(self, value: PyTree) -> PyTree:
         with jax.disable_jit(False):
-            return in_step.first(self.run.lanes, value)
+            return in_step.first(self.run.placement, value)
 
     def all_gather(self, value: PyTree, axis: int, options: CommunicationOptions | None) -> PyTree:
         return jax.tree.map(functools.partial(self._gather, axis=axis), value, is_leaf=is_slices)
 
     def _gather(self, leaf: Any, axis: int) -> Any:
         if is_slices(leaf) or not -jnp.ndim(leaf) <= axis < jnp.ndim(leaf):
-            return in_step.all_gather(self.run.lanes, leaf, axis)  # raises
+            return in_step.all_gather(self.run.placement, leaf, axis)  # raises
         array = jnp.asarray(leaf)
         axis %= array.ndim
         shapes = self._meet("all_gather", lambda _, shapes: [shapes] * len(shapes), array.shape)
@@ -298,7 +297,7 @@ class EagerLedger:
         padding = [(0, max(sizes) - array.shape[axis] if i == axis else 0) for i in range(array.ndim)]
         even = array if len(set(sizes)) == 1 else jnp.pad(array, padding)
         with jax.disable_jit(False):
-            whole = in_step.all_gather(self.run.lanes, even, axis)
+            whole = in_step.all_gather(self.run.placement, even, axis)
         if len(set(sizes)) == 1:
             return whole
         starts = [i * max(sizes) for i in range(len(sizes))]
@@ -315,7 +314,7 @@ class EagerLedger:
 
     def _meet(self, what: str, work: Callable[[Placement, list[Any]], Sequence[Any]], brought: Any) -> Any:
         call = Call(what, call_site(), brought)
-        return self.run.meeting.meet(self.index, call, functools.partial(work, self.run.lanes))
+        return self.run.meeting.meet(self.index, call, functools.partial(work, self.run.placement))
 
     def valid_counts(self, rows: int | None) -> tuple[Any, Any] | None:
         for size, mask in self.masks:
@@ -337,17 +336,17 @@ class EagerLedger:
         """`strategy.reduce` in code across replicas."""
         options = self.strategy.communication_options
         with jax.disable_jit(False):
-            reduced = host.reduce(self.strategy.cross_device_ops, self.run.lanes, op, self._laid(value), axes, options)
+            reduced = host.reduce(self.strategy.cross_device_ops, self.run.placement, op, self._laid(value), axes, options)
         return jax.device_put(reduced, self.trace.device)
 
     def gather_across(self, value: PerReplica, axis: int) -> Any:
         """`strategy.gather` in code across replicas."""
         with jax.disable_jit(False):
-            return jax.device_put(host.gather(self.run.lanes, self._laid(value), axis), self.trace.device)
+            return jax.device_put(host.gather(self.run.placement, self._laid(value), axis), self.trace.device)
 
     def _laid(self, value: Any) -> Any:
         def lay(leaf: Any) -> Any:
-            return lay_out(self.run.lanes, leaf.data) if isinstance(leaf, PerReplica) and leaf.form == PARTS else leaf
+            return lay_out(self.run.placement, leaf.data) if isinstance(leaf, PerReplica) and leaf.form == PARTS else leaf
 
         return jax.tree.map(lay, value, is_leaf=_is_per_replica)
 
@@ -406,7 +405,7 @@ class Results:
         if not all(map(_is_array, values)):
             return parts[0] if _all_equal(parts) else lay_out(placement, values)
         if not differs and same_bits(values):
-            return _mirrored(placement, values)
+            return jax.device_put(values[0], placement.mirrored)
         value = lay_out(placement, values)
         value.mask = mask
         return value
@@ -457,12 +456,6 @@ def _thread_like_this_one() -> Callable[[], None]:
     return enter
 
 
-@functools.lru_cache(maxsize=64)
-def _one_device_each(placement: Placement) -> Placement:
-    """The same replicas, each on its first device alone: what lies inside a replica is not partitioned here."""
-    return place(placement.devices) if placement.auto_axes else placement
-
-
 def _component(value: Any, ledger: EagerLedger, label: str) -> Any:
     """A replica's part of a per-replica argument or of its mask, padding included."""
     if not isinstance(value, PerReplica):
@@ -479,12 +472,6 @@ def _component(value: Any, ledger: EagerLedger, label: str) -> Any:
 def _label(labels: list[str], numbers: Any) -> str:
     return next((labels[number] for number in jax.tree.leaves(numbers)), "")
 
-
-def _mirrored(placement: Placement, values: Sequence[Any]) -> jax.Array:
-    if placement.auto_axes:
-        return jax.device_put(values[0], placement.mirrored)
-    parts = [jax.device_put(value, device) for value, device in zip(values, placement.local_devices, strict=True)]
-    return jax.make_array_from_single_device_arrays(parts[0].shape, placement.mirrored, parts)
 
 
 def _gatherable(shapes: Sequence[tuple[int, ...]], axis: int, dtype: Any) -> Sequence[tuple[int, ...]]:
