@@ -12,12 +12,13 @@ from replicax.compat import tower
 DEVICES = jax.devices()[:3]
 
 
-def mirrored(towers):
-    return tower.MirroredStrategy(devices=DEVICES[:towers])
+def mirrored(towers, **options):
+    return tower.MirroredStrategy(devices=DEVICES[:towers], **options)
 
 
 STRATEGIES = {
     "mirrored-2": lambda: mirrored(2),
+    "mirrored-2-eager": lambda: mirrored(2, eager=True),
     "mirrored-1": lambda: mirrored(1),
     "one-device": lambda: tower.OneDeviceStrategy(DEVICES[0]),
 }
@@ -181,3 +182,94 @@ def test_experimental_run_takes_one_element():
 
     assert [float(x) for x in distribution.unwrap(sums)] == [1.0, 5.0]
     assert distribution.experimental_run(lambda: 3) == 3
+
+
+# -- line by line
+
+
+def test_towers_take_turns_between_merge_calls():
+    order = []
+
+    def fn():
+        order.append(f"before {tower_id()}")
+        merge_call(lambda distribution: order.append("merge"))
+        order.append(f"after {tower_id()}")
+
+    in_towers(mirrored(2, eager=True), fn, run_concurrently=False)
+
+    assert order == ["before 0", "before 1", "merge", "after 0", "after 1"]
+
+
+def test_towers_that_meet_a_different_number_of_times_are_refused():
+    def fn():
+        if tower_id() == 0:
+            merge_call(lambda distribution: None)
+
+    with pytest.raises(RuntimeError, match="different number of .*merge_call"):
+        in_towers(mirrored(2, eager=True), fn)
+
+
+def test_each_tower_runs_on_its_device():
+    distribution = mirrored(2, eager=True)
+
+    ids = in_towers(distribution, lambda: (tower_id(), str(tower.get_tower_context().device)))
+
+    assert distribution.unwrap(ids) == [(i, str(device)) for i, device in enumerate(distribution.worker_devices)]
+
+
+def test_creators_of_a_tower_are_its_own():
+    distribution = mirrored(2, eager=True)
+
+    def outer(next_creator, **options):
+        return "main_thread"
+
+    def fn():
+        def inner(next_creator, **options):
+            return f"{next_creator(**options)}:thread_{tower_id()}"
+
+        with rx.variable_creator_scope(inner):
+            merge_call(lambda distribution: None)
+            return rx.Variable(1.0)
+
+    with distribution.scope(), rx.variable_creator_scope(outer):
+        made = distribution.call_for_each_tower(fn)
+
+    assert distribution.unwrap(made) == ["main_thread:thread_0", "main_thread:thread_1"]
+
+
+def test_a_variable_that_one_tower_makes_alone_is_refused():
+    def fn():
+        if tower_id() == 1:
+            rx.Variable(1.0, name="alone")
+
+    with pytest.raises(RuntimeError, match="alone"):
+        in_towers(mirrored(2, eager=True), fn)
+
+
+def test_a_variable_that_each_tower_names_is_called_as_tower_0_calls_it():
+    names = ["foo_0", "foo_1"]
+
+    v = in_towers(mirrored(2, eager=True), lambda: rx.Variable(1.0, name=names[tower_id()]))
+
+    assert v.name == "foo_0"
+
+
+def test_an_update_in_a_run_is_made_component_by_component():
+    distribution = mirrored(2, eager=True)
+    seen = []
+
+    def update(component, x):
+        seen.append((tower.get_tower_context(), tower.get_update_device()))
+        component.assign_add(x)
+
+    def merge_fn(distribution, x):
+        total = distribution.reduce("sum", x, v)
+        assert len(distribution.unwrap(total)) == 2
+        distribution.update(v, update, total)
+
+    with distribution.scope():
+        v = rx.Variable(1.0)
+        distribution.call_for_each_tower(lambda: merge_call(merge_fn, jnp.asarray(1.0)))
+
+    assert seen == [(None, device) for device in distribution.worker_devices]
+    assert distribution.unwrap(v) == [3.0, 3.0], "each component grew once"

@@ -1,25 +1,22 @@
-"""Where should a combined value go? `reduce_to` and its relatives: strategies' reductions, sent to chosen devices.
+"""Where should a combined value go? `reduce_to` and its relatives: a strategy's reductions, sent to chosen devices.
 
-A *destination* is whatever has devices: a variable, a value, a device or its name. On one device the result is an array
-there, on several an array with a copy on each. Inside a run the result is on every replica already and stays there.
+On one device the result is an array there, on several an array with a copy on each. Inside a run the result is on every
+replica already and stays there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from replicax import _context, _errors
+from replicax._cross.destinations import copies, devices_of
 from replicax._cross.slices import is_slices
-from replicax._devices import resolve
 from replicax._options import CommunicationOptions, ReduceOp, VariableAggregation
 from replicax._placement import Placement
-from replicax._values import PARTS, TRACED, PerReplica
-from replicax._variables.variable import Variable
+from replicax._values import TRACED, PerReplica
 
 if TYPE_CHECKING:
     from replicax._strategy.base import Strategy
@@ -48,67 +45,38 @@ def batch_reduce_to(
     """The values of (value, destinations) pairs, combined over the replicas in one exchange."""
     op = _op(reduce_op)
     pairs = [_pair(pair) for pair in pairs]
-    devices = [devices_of(strategy.placement, destinations) for _, destinations in pairs]
+    devices = [devices_or_all(strategy.placement, destinations) for _, destinations in pairs]
     mode = _context.require_cross(strategy, "strategy.extended.reduce_to(...)")
     values = [value for value, _ in pairs]
     if mode is not None and mode.ledger is not None:
         return _reduce_in_run(strategy, mode.ledger, op, values, options)
     reduced = [strategy.reduce(op, value, options=options) for value in values]
     return [
-        send(strategy.placement, result, there) if _differs(value) or strategy.num_replicas_in_sync == 1 else result
+        copies(result, there) if _differs(value) or strategy.num_replicas_in_sync == 1 else result
         for value, result, there in zip(values, reduced, devices, strict=True)
     ]
 
 
 def broadcast_to(strategy: Strategy, value: PyTree, destinations: Any) -> PyTree:
     """A copy of `value` on each device of `destinations`. Python numbers stay what they are."""
-    mode = _context.require_cross(strategy, "strategy.extended.broadcast_to(...)")
-    devices = devices_of(strategy.placement, destinations)
+    _context.require_cross(strategy, "strategy.extended.broadcast_to(...)")
     if _differs(value):
         raise _errors.broadcast_of_per_replica(value)
-    if mode is not None and mode.ledger is not None:
-        return value
-    return send(strategy.placement, value, devices)
+    return jax.tree.map(
+        lambda leaf: leaf if isinstance(leaf, (int, float)) else sent(strategy.placement, leaf, destinations), value
+    )
 
 
-def send(placement: Placement, value: PyTree, devices: Sequence[jax.Device]) -> PyTree:
-    """The arrays of `value`, copied to `devices`."""
-    sharding = _sharding(placement, devices)
-
-    def one(leaf: Any) -> Any:
-        return jax.device_put(leaf, sharding) if isinstance(leaf, (jax.Array, np.ndarray, np.generic)) else leaf
-
-    return jax.tree.map(one, value)
+def sent(placement: Placement, value: PyTree, destinations: Any) -> PyTree:
+    """`value` where it should go; inside a run it is there already."""
+    devices = devices_or_all(placement, destinations)
+    mode = _context.current()
+    return copies(value, devices) if mode is None or mode.ledger is None else value
 
 
-def devices_of(placement: Placement, destinations: Any) -> tuple[jax.Device, ...]:
-    """The devices that a destination stands for; None stands for those of the replicas."""
-    everywhere = tuple(placement.mesh.devices.flat)
-    if destinations is None:
-        return everywhere
-    if isinstance(destinations, (str, list, tuple)) and not destinations:
-        raise _errors.empty_destinations()
-    if isinstance(destinations, (str, jax.Device)):
-        return (resolve(destinations),)
-    if isinstance(destinations, (list, tuple)) and all(isinstance(word, (str, jax.Device)) for word in destinations):
-        return tuple(resolve(word) for word in destinations)
-    if isinstance(destinations, Variable):
-        return destinations.devices
-    if isinstance(destinations, PerReplica):
-        return everywhere if destinations.form == PARTS else devices_of(placement, destinations.data)
-    if is_slices(destinations):
-        return devices_of(placement, destinations.values)
-    if isinstance(destinations, jax.Array):
-        return everywhere if isinstance(destinations, jax.core.Tracer) else tuple(destinations.devices())
-    raise _errors.not_a_destination(destinations)
-
-
-def _sharding(placement: Placement, devices: Sequence[jax.Device]) -> Sharding:
-    if len(devices) == 1:
-        return SingleDeviceSharding(devices[0])
-    if set(devices) == set(placement.mesh.devices.flat):
-        return placement.mirrored
-    return NamedSharding(Mesh(np.array(devices, dtype=object), ("copies",)), PartitionSpec())
+def devices_or_all(placement: Placement, destinations: Any) -> tuple[jax.Device, ...]:
+    """The devices that a destination stands for; None stands for all of the replicas."""
+    return tuple(placement.mesh.devices.flat) if destinations is None else devices_of(destinations)
 
 
 def _reduce_in_run(

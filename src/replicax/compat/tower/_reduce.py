@@ -91,7 +91,7 @@ def _reduce_items(engine: Strategy, how: Method, value: Any, destinations: Any) 
         return reduce(engine, how, value, destinations)
     if not isinstance(how, ReduceOp):
         raise _refusals.not_a_reduction(how)
-    return _sent(engine, combine_items(how, items), destinations)
+    return _destinations.sent(engine.placement, combine_items(how, items), destinations)
 
 
 def _first_tower(engine: Strategy, value: PyTree, destinations: Any) -> PyTree:
@@ -105,14 +105,8 @@ def _first_tower(engine: Strategy, value: PyTree, destinations: Any) -> PyTree:
             return mode.ledger.first(leaf.data)
         return leaf.values[0]
 
-    return _sent(engine, jax.tree.map(first, value, is_leaf=_is_per_replica), destinations)
-
-
-def _sent(engine: Strategy, value: PyTree, destinations: Any) -> PyTree:
-    mode = _context.current()
-    if mode is not None and mode.ledger is not None:
-        return value
-    return _destinations.send(engine.placement, value, _destinations.devices_of(engine.placement, destinations))
+    found = jax.tree.map(first, value, is_leaf=_is_per_replica)
+    return _destinations.sent(engine.placement, found, destinations)
 
 
 def _is_per_replica(leaf: Any) -> bool:

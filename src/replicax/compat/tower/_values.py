@@ -53,9 +53,10 @@ def lies_on(devices: Iterable[jax.Device], value: Any) -> bool:
     """Whether `value` has a component for each tower, whose devices these are."""
     if isinstance(value, (Variable, PerReplica)):
         return True
-    if isinstance(value, jax.core.Tracer):
-        return _context.in_cross_replica_context()
     if isinstance(value, jax.Array):
+        mode = _context.current()
+        if mode is not None and mode.ledger is not None:
+            return True  # in a run, an array that is no `PerReplica` is the same on all replicas
         return len(value.devices()) > 1 and value.devices() == set(devices)
     return any(isinstance(leaf, PerReplica) for leaf in jax.tree.leaves(value, is_leaf=is_per_replica))
 
