@@ -71,6 +71,7 @@ from replicax._variables.gradients import value_and_grad as value_and_grad
 from replicax._variables.variable import Variable as Variable
 from replicax.cluster import Server as Server
 from replicax.optim import Optimizer as Optimizer
+from replicax.optim import TrainState as TrainState
 
 
 def _show_public_names() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
+from jax.tree_util import register_dataclass
 
 from replicax import _context, _errors, _jax
 from replicax._context import Kind, Mode
@@ -18,7 +21,47 @@ from replicax._options import ReduceOp
 from replicax._placement import AXIS
 from replicax._variables.variable import Variable
 
+if TYPE_CHECKING:
+    from replicax._strategy.base import Strategy
+
 PyTree = Any
+
+
+@functools.partial(register_dataclass, data_fields=["step", "params", "slots"], meta_fields=["transform"])
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Parameters and what an Optax transformation remembers, as one value that goes into a step and comes out of it.
+
+    For programs that keep their state in values instead of variables. Nothing of a strategy is in it: the step reduces
+    the gradients, and since they are then equal on all replicas the new state is too, which is proven when the step
+    is compiled.
+
+    >>> import jax, jax.numpy as jnp, optax, replicax as rx
+    >>> strategy = rx.MirroredStrategy(jax.devices()[:2])
+    >>> state = rx.TrainState.create({"w": jnp.array(1.0)}, optax.sgd(0.1))
+    >>> def step(state, x):
+    ...     gradients = jax.grad(lambda params: params["w"] * x)(state.params)
+    ...     return state.apply(rx.get_replica_context().all_reduce("mean", gradients))
+    >>> state = strategy.run(step, (state, rx.PerReplica((1.0, 3.0))))
+    >>> print(int(state.step), state.params["w"])
+    1 0.8
+    """
+
+    step: Any
+    params: PyTree
+    slots: PyTree
+    transform: optax.GradientTransformationExtraArgs
+
+    @classmethod
+    def create(cls, params: PyTree, transform: optax.GradientTransformation) -> TrainState:
+        """The state before the first step."""
+        transform = optax.with_extra_args_support(transform)
+        return cls(jnp.zeros((), jnp.int32), params, transform.init(params), transform)
+
+    def apply(self, gradients: PyTree, **extra: Any) -> TrainState:
+        """The state after one more step; `extra` goes to the transformation."""
+        updates, slots = self.transform.update(gradients, self.slots, self.params, **extra)
+        return TrainState(self.step + 1, optax.apply_updates(self.params, updates), slots, self.transform)
 
 
 class Optimizer:
@@ -28,8 +71,8 @@ class Optimizer:
     counts) is kept in variables of the same strategy, so that it is saved, restored and moved with the model.
 
     Whether gradients are summed or averaged over replicas has no default, because either choice is silently wrong for
-    half of all losses: ``"mean"`` goes with a loss that is a mean over the replica's rows (`rx.mean`), ``"sum"`` with a loss
-    that was divided by the global batch size (`rx.compute_average_loss`).
+    half of all losses: ``"mean"`` goes with a loss that is a mean over the replica's rows (`rx.mean`), ``"sum"`` with a
+    loss that was divided by the global batch size (`rx.compute_average_loss`).
 
     Args:
       transform: Any `optax.GradientTransformation`.
@@ -58,8 +101,8 @@ class Optimizer:
     ) -> None:
         if gradients not in ("sum", "mean"):
             raise ValueError(
-                f'rx.Optimizer(gradients={gradients!r}): write "mean" if each replica\'s loss is a mean over its own rows, '
-                '"sum" if it was divided by the global batch size.'
+                f'rx.Optimizer(gradients={gradients!r}): write "mean" if each replica\'s loss is a mean over its own '
+                'rows, "sum" if it was divided by the global batch size.'
             )
         self.transform = optax.with_extra_args_support(transform)
         self.gradients = ReduceOp.parse(gradients)
@@ -93,10 +136,12 @@ class Optimizer:
             state = self.transform.init([variable.value for variable in variables])
             leaf_of: dict[int, Variable] = {}
 
-            def slot(array: Any, variable: Variable) -> Variable:
+            def slot(array: Any, variable: Variable) -> Any:
+                if _is_masked(array):
+                    return array
                 made = Variable(
                     array, name=f"{variable.name}/slot", trainable=False, colocate_with=variable,
-                    layout=self._layout(array) or variable.layout,
+                    layout=self._layout(array) or _as_variable(array, variable),
                 )  # fmt: skip
                 leaf_of[id(made)] = variable
                 return made
@@ -105,7 +150,7 @@ class Optimizer:
                 return Variable(array, name="optimizer/count", trainable=False) if _is_array(array) else array
 
             self.state = optax.tree_utils.tree_map_params(
-                self.transform, slot, state, list(variables), transform_non_params=shared
+                self.transform, slot, state, list(variables), transform_non_params=shared, is_leaf=_is_masked
             )
         self._slot_of = leaf_of
         self.variables = variables
@@ -125,6 +170,7 @@ class Optimizer:
         grads_and_vars: Iterable[tuple[Any, Variable]],
         *,
         aggregate: bool = True,
+        when: Any = None,
         **extra: Any,
     ) -> None:
         """Reduces the gradients over the replicas and updates the variables.
@@ -132,6 +178,7 @@ class Optimizer:
         Args:
           grads_and_vars: Pairs. A gradient of None leaves its variable and its slots untouched.
           aggregate: False if the gradients are equal on all replicas already; that is proven, not trusted.
+          when: A boolean scalar, equal on all replicas. If False, variables and slots stay as they are.
           extra: Passed on to the transformation's ``update``, for those that want the loss value, say.
         """
         mode = _context.current()
@@ -145,10 +192,7 @@ class Optimizer:
         self.build([variable for _, variable in pairs])
         given = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
         if not given:
-            raise ValueError(
-                "No gradients provided for any variable: every gradient given to apply_gradients is None. Does the loss "
-                "depend on the variables?"
-            )
+            raise _no_gradients("apply_gradients")
         gradients = [gradient for gradient, _ in given]
         if aggregate:
             gradients = context.all_reduce(self.gradients, gradients)
@@ -158,9 +202,38 @@ class Optimizer:
             update_id=replica if isinstance(replica, int) else None,
         )  # fmt: skip
         with _context.push(update):
-            self._update(dict(zip([v for _, v in given], gradients, strict=True)), extra)
+            self._update(dict(zip([v for _, v in given], gradients, strict=True)), extra, when)
 
-    def _update(self, gradients: dict[Variable, Any], extra: dict[str, Any]) -> None:
+    def _distributed_apply(
+        self,
+        distribution: Strategy,
+        grads_and_vars: Iterable[tuple[Any, Variable]],
+        global_step: Variable | None = None,
+        name: str | None = None,
+    ) -> None:
+        """As `apply_gradients`, for code that speaks for all replicas: each gradient is a value per replica.
+
+        The form in which tf.distribute's optimizers of 2018 apply gradients; `merge_call` can be given it as it is.
+
+        Args:
+          distribution: The strategy.
+          global_step: A counter that goes up by one.
+          name: Means nothing here.
+        """
+        call = "optimizer._distributed_apply(...)"
+        mode = _context.require_cross(distribution, call)
+        given = [(gradient, variable) for gradient, variable in _pairs(grads_and_vars) if gradient is not None]
+        if not given:
+            raise _no_gradients(call)
+        variables = [variable for _, variable in given]
+        self.build(variables)
+        gradients = distribution.extended.batch_reduce_to(self.gradients, given)
+        with _context.push(Mode(distribution, Kind.UPDATE, None if mode is None else mode.ledger)):
+            self._update(dict(zip(variables, gradients, strict=True)), {})
+            if global_step is not None:
+                global_step.assign_add(1)
+
+    def _update(self, gradients: dict[Variable, Any], extra: dict[str, Any], when: Any = None) -> None:
         unknown = [variable for variable in gradients if variable not in self.variables]
         if unknown:
             raise _errors.unknown_to_optimizer(unknown, self.variables)
@@ -173,10 +246,10 @@ class Optimizer:
         updates, new_state = self.transform.update(dense, state, values, **extra)
         for variable, value in zip(self.variables, optax.apply_updates(values, updates), strict=True):
             if variable in gradients:
-                variable.assign(value if variable.constraint is None else variable.constraint(value))
+                _assign(variable, value if variable.constraint is None else variable.constraint(value), when)
         for leaf, value in zip(jax.tree.leaves(self.state), jax.tree.leaves(new_state), strict=True):
             if isinstance(leaf, Variable) and self._slot_of.get(id(leaf)) in (None, *gradients):
-                leaf.assign(value)
+                _assign(leaf, value, when)
 
     def checkpoint_items(self) -> dict[str, Any]:
         """What a checkpoint saves: the slots, each named after its variable if these have names of their own."""
@@ -209,6 +282,21 @@ class Optimizer:
         return [leaf for leaf in jax.tree.leaves(self.state) if isinstance(leaf, Variable)]
 
 
+def _assign(variable: Variable, value: Any, when: Any) -> None:
+    variable.assign(value if when is None else jnp.where(when, value, variable.value))
+
+
+def _no_gradients(call: str) -> ValueError:
+    return ValueError(
+        f"No gradients provided for any variable: every gradient given to {call} is None. Does the loss depend on the "
+        "variables?"
+    )
+
+
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)  # where a transformation keeps nothing for a parameter
+
+
 def _is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
@@ -222,6 +310,11 @@ def _pairs(grads_and_vars: Any) -> list[tuple[Any, Variable]]:
                 "Write opt.apply_gradients(zip(gradients, variables))."
             )
     return [(gradient, variable) for gradient, variable in pairs]
+
+
+def _as_variable(array: Any, variable: Variable) -> PartitionSpec:
+    """A slot lies as its variable does, if it has its shape."""
+    return variable.layout if variable.layout is not None and array.shape == variable.shape else PartitionSpec()
 
 
 def _dense(gradient: Any, variable: Variable) -> Any:
