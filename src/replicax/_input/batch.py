@@ -7,6 +7,8 @@ once, into memory that JAX may keep.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import zlib
 from typing import Any
 
@@ -76,6 +78,7 @@ def digest(batch: Batch) -> int:
     return value
 
 
+@functools.lru_cache(maxsize=256)
 def fits_device(dtype: Any) -> bool:
     """Whether JAX can hold an array of this type; text, dates and Python objects it cannot."""
     return dtype == np.bool_ or any(jnp.issubdtype(dtype, kind) for kind in (np.number, jax.dtypes.extended))
@@ -89,7 +92,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     see whatever they write into it next.
     """
     dtype = np.dtype(dtype)
-    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    size = math.prod(shape) * dtype.itemsize
     raw = np.empty(size + 63, dtype=np.uint8)
     offset = -raw.ctypes.data % 64
     return raw[offset : offset + size].view(dtype).reshape(shape)
@@ -101,7 +104,7 @@ def _gather(leaf: Any, index: np.ndarray | range) -> Any:
         return leaf if whole else leaf[np.asarray(index)]  # on its device; nobody can write into it
     if not fits_device(leaf.dtype):
         return leaf[np.asarray(index)]
-    out = aligned_empty((len(index), *leaf.shape[1:]), device_dtype(leaf))
+    out = aligned_empty((len(index), *leaf.shape[1:]), device_dtype(leaf.dtype))
     fill(out, leaf, index)
     return out
 
@@ -115,9 +118,9 @@ def fill(out: np.ndarray, leaf: Any, index: np.ndarray | range) -> None:
         out[...] = leaf[_key(index)]
 
 
-def device_dtype(leaf: Any) -> np.dtype:
-    """The type in which JAX will hold `leaf`: float32 for float64, unless 64 bits were asked for."""
-    return jax.dtypes.canonicalize_dtype(leaf.dtype)
+def device_dtype(dtype: np.dtype) -> np.dtype:
+    """The type in which JAX will hold this one: float32 for float64, unless 64 bits were asked for."""
+    return jax.dtypes.canonicalize_dtype(dtype)
 
 
 def _key(index: np.ndarray | range) -> np.ndarray | slice:

@@ -120,7 +120,7 @@ def _column(batches: Sequence[Batch], sizes: Sequence[int], which: int, block: i
     index = [batch.index(padded(batch.rows or 1, block)) for batch in batches]
     if isinstance(leaves[0], jax.Array):
         return PerReplica(jnp.concatenate([leaf[i] for leaf, i in zip(leaves, index, strict=True)]), ROWS)
-    out = aligned_empty((len(leaves) * block, *leaves[0].shape[1:]), device_dtype(leaves[0]))
+    out = aligned_empty((len(leaves) * block, *leaves[0].shape[1:]), device_dtype(leaves[0].dtype))
     for target, leaf, rows in zip(np.split(out, len(leaves)), leaves, index, strict=True):
         fill(target, leaf, rows)
     return PerReplica(out, ROWS)
