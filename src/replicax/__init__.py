@@ -72,6 +72,7 @@ from replicax._variables.variable import Variable as Variable
 from replicax.cluster import Server as Server
 from replicax.optim import Optimizer as Optimizer
 from replicax.optim import TrainState as TrainState
+from replicax.train._accumulate import accumulate as accumulate
 
 
 def _show_public_names() -> None:
