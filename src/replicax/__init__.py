@@ -11,6 +11,7 @@ _host.tune_at_import()  # before anything can start JAX's backend
 from replicax import cluster as cluster
 from replicax import cluster_resolver as cluster_resolver
 from replicax import data as data
+from replicax import experimental as experimental
 from replicax import host as host
 from replicax import metrics as metrics
 from replicax._context import ReplicaContext as ReplicaContext
@@ -57,8 +58,13 @@ from replicax._run.function import function as function
 from replicax._run.steps import MultiStepContext as MultiStepContext
 from replicax._strategy.base import Strategy as Strategy
 from replicax._strategy.extended import StrategyExtended as StrategyExtended
+from replicax._strategy.layout import PartitionRules as PartitionRules
+from replicax._strategy.layout import fully_sharded as fully_sharded
+from replicax._strategy.layout import partition_rules as partition_rules
+from replicax._strategy.layout import shard as shard
 from replicax._strategy.mirrored import MirroredStrategy as MirroredStrategy
 from replicax._strategy.one_device import OneDeviceStrategy as OneDeviceStrategy
+from replicax._strategy.tpu import TPUStrategy as TPUStrategy
 from replicax._strategy.where import locality as locality
 from replicax._validity import valid_counts as valid_counts
 from replicax._validity import valid_rows as valid_rows

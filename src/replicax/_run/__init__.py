@@ -37,6 +37,8 @@ def run(
     if options is not None or strategy.eager or _jax.jit_disabled():
         options = options or RunOptions()
         if options.eager or _jax.jit_disabled() or (options.eager is None and strategy.eager):
+            if strategy.placement.auto_axes:
+                raise _errors.eager_over_several_devices(strategy.placement)
             return eager.run(strategy, fn, args, kwargs or {}, options)
     elif not kwargs:
         program = strategy.programs.get(fn)

@@ -10,10 +10,10 @@ replicas get copies of the variables that they read and nothing else; an optimiz
 # So whatever the forward pass needs stays, collectives stay, and all that only leads to new values of variables (or to
 # mirrored results) moves. What the update uses of the replicas' half is the *frontier*: mostly the reduced gradients.
 #
-# Not worth it: to leave the sum of the gradients to the parameter device as well. The frontier would be N times as large.
+# Not worth it: summing the gradients on the parameter device as well. The frontier would be N times as large.
 #
-# Copies of a variable (each read makes one) belong to both halves. Otherwise the weights would travel to the replicas for
-# the forward pass and back again for the update.
+# Copies of a variable (each read makes one) belong to both halves. Otherwise the weights would travel to the replicas
+# for the forward pass and back again for the update.
 
 from __future__ import annotations
 
@@ -144,9 +144,7 @@ def _relocated(result: Result, stay: Sequence[int], later: Sequence[int]) -> Res
 
 def _mirrored(step: Step, jaxpr: Jaxpr, placement: Placement) -> set[Var]:
     """The values of the step that are equal on all replicas."""
-    states = [
-        _locality.differs("") if _is_cut(step, source) else _locality.MIRRORED for source in step.sources
-    ]
+    states = [_locality.differs("") if _is_cut(step, source) else _locality.MIRRORED for source in step.sources]
     values = [*jaxpr.invars, *(var for eqn in jaxpr.eqns for var in eqn.outvars)]
     found = _locality.analyse(jaxpr.replace(outvars=values), states, placement.replicas).outs
     return {var for var, state in zip(values, found, strict=True) if isinstance(state, _locality.Mirrored)}

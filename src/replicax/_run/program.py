@@ -254,6 +254,7 @@ class Program:
     ) -> Any:
         """What the compiled function hands back: the variables' arrays, and the results in the user's structure."""
         new_of = dict(zip(step.written, new, strict=True))
+        results = [self._apart(array) if step.spreads(i) else array for i, array in enumerate(results)]
         return (
             [self._at_rest(v, new_of.get(v, arrays[v])) for v in self._written],
             jax.tree.unflatten(step.tree, [_result(step, r, results, leaves) for r in step.results]),
@@ -287,11 +288,16 @@ class Program:
             storage.host_write(variable, value)
 
     def _at_rest(self, variable: Variable, array: Any) -> Any:
-        """Leaves a variable in its own layout, if that is not simply one copy per device."""
+        """Leaves a variable in its own layout, where XLA might choose another one."""
+        if variable.on_read:
+            return self._apart(array)
         sharding = variable.strategy.rest_sharding(variable)
-        if self._rests_here(variable) and not variable.on_read and not sharding.is_fully_replicated:
-            return lax.with_sharding_constraint(array, sharding)
-        return array
+        free = bool(self.placement.auto_axes) or not sharding.is_fully_replicated
+        return lax.with_sharding_constraint(array, sharding) if free and self._rests_here(variable) else array
+
+    def _apart(self, array: Any) -> Any:
+        """Gives each device of a replica the replica's whole block of a per-replica value."""
+        return lax.with_sharding_constraint(array, self.placement.split) if self.placement.auto_axes else array
 
 
 def _unseen(*args: Any) -> Any:

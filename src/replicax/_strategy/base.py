@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from replicax import _context, _errors, _run, _values
 from replicax._context import Kind, Mode, Scope
@@ -23,7 +23,9 @@ from replicax._options import CommunicationOptions, ReduceOp, RunOptions
 from replicax._placement import Placement
 from replicax._run import steps as _steps
 from replicax._run.cache import Programs
+from replicax._strategy import layout
 from replicax._strategy.extended import StrategyExtended
+from replicax._strategy.layout import LayoutPolicy
 from replicax._values import TRACED, PerReplica, ValueContext
 from replicax._variables.creation import placed_beside
 from replicax._variables.variable import Variable
@@ -47,12 +49,14 @@ class Strategy:
         eager: bool = False,
         cross_device_ops: CrossDeviceOps | None = None,
         communication_options: CommunicationOptions | None = None,
+        variables: LayoutPolicy | None = None,
     ) -> None:
         require_threads(placement.local_devices)
         self.placement = placement
         self.eager = eager
         self.cross_device_ops = chosen(cross_device_ops)
         self.communication_options = communication_options or CommunicationOptions()
+        self.layouts = variables
         self.programs = Programs(self)
         self.functions = Programs(self, Kind.CROSS)
         self.loops = Programs(self, Kind.CROSS, _steps.Loop)
@@ -68,7 +72,14 @@ class Strategy:
 
     def rest_sharding(self, variable: Variable) -> Sharding:
         """How a mirrored variable lies between steps."""
-        return variable.placement.rest
+        placement = variable.placement
+        if variable.layout is None or placement.apart:
+            return placement.rest
+        return NamedSharding(placement.mesh, variable.layout)
+
+    def settle_layout(self, variable: Variable) -> PartitionSpec | None:
+        """How a new variable is cut over the devices, if it is."""
+        return layout.settled(variable, self.layouts)
 
     @property
     def is_chief(self) -> bool:
@@ -158,11 +169,11 @@ class Strategy:
         steps: int,
         initial_loop_values: dict[str, Any] | None = None,
     ) -> _steps.MultiStepContext:
-        """Takes `steps` steps in one compiled program, for models so small that starting a step costs more than the step.
+        """Takes `steps` steps in one compiled program, for models so small that starting a step costs more than it does.
 
-        Calls ``fn(context, *inputs)`` with the next elements of `iterator`; an element that is a tuple is several inputs.
-        `fn` is code that speaks for all replicas, so it calls `run`. What it wants to be seen afterwards it gives to the
-        context; see `rx.MultiStepContext`.
+        Calls ``fn(context, *inputs)`` with the next elements of `iterator`; an element that is a tuple is several
+        inputs. `fn` is code that speaks for all replicas, so it calls `run`. What it wants to be seen afterwards it
+        gives to the context; see `rx.MultiStepContext`.
 
         Args:
           initial_loop_values: What ``last_step_outputs`` holds under names that no step sets.

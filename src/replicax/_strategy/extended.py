@@ -13,6 +13,7 @@ from replicax._input import distribute
 from replicax._input.rows import ArrayRows
 from replicax._options import CommunicationOptions, ReduceOp
 from replicax._strategy import destinations as _destinations
+from replicax._strategy import logical as _logical
 from replicax._strategy import update as _update
 from replicax._variables import creation, sync
 from replicax._variables.variable import Variable
@@ -164,7 +165,7 @@ class StrategyExtended:
     def worker_devices(self) -> tuple[jax.Device, ...]:
         """The devices of this process's replicas, in replica order."""
         self._refuse_default("worker_devices")
-        return self._strategy.placement.local_devices
+        return _logical.devices(self._strategy)
 
     @property
     def parameter_devices(self) -> tuple[jax.Device, ...]:
@@ -172,6 +173,13 @@ class StrategyExtended:
         self._refuse_default("parameter_devices")
         device = self._strategy.placement.parameter_device
         return self.worker_devices if device is None else (device,)
+
+    def experimental_logical_device(self, logical_device_id: int) -> AbstractContextManager[None]:
+        """In this block `worker_devices` are the devices of this number in each replica that is made of several.
+
+        How a replica's computation is divided over its devices is left to XLA, so nothing else changes.
+        """
+        return _logical.scope(self._strategy, logical_device_id)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> Any:
         """Where to keep and update state that belongs to no one variable, a step counter of an optimizer say."""

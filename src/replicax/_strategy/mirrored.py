@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import jax
 
 from replicax import _errors
 from replicax._cross.ops import CrossDeviceOps
 from replicax._devices import local_devices_default, resolve
-from replicax._placement import place
+from replicax._placement import AXIS, Placement, place, place_grid
 from replicax._strategy.base import Strategy
+from replicax._strategy.layout import LayoutPolicy
 
 
 class MirroredStrategy(Strategy):
@@ -21,6 +23,10 @@ class MirroredStrategy(Strategy):
       cross_device_ops: How values are added up over replicas; by default the platform's all-reduce with small arrays
         packed. ``rx.ReductionToOneDevice()`` adds in a fixed order, reproducible bit for bit.
       eager: True runs steps line by line, so that `print` and `pdb` work.
+      replica_mesh: The axes inside a replica, for models too large for one device: with ``{"model": 2}`` each replica
+        is two neighbouring devices, and `variables` says how parameters are cut over them.
+      variables: How variables lie between steps, if not as one copy per device: `rx.partition_rules` or
+        `rx.fully_sharded`.
 
     >>> import jax, replicax as rx
     >>> strategy = rx.MirroredStrategy(jax.devices()[:2])
@@ -40,8 +46,20 @@ class MirroredStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
         *,
         eager: bool = False,
+        replica_mesh: Mapping[str, int] | None = None,
+        variables: LayoutPolicy | None = None,
     ) -> None:
         chosen = [resolve(device) for device in devices] if devices else list(local_devices_default())
         if len(set(chosen)) != len(chosen):
             raise _errors.duplicate_devices(chosen)
-        super().__init__(place(chosen), eager=eager, cross_device_ops=cross_device_ops)
+        placement = _grid(chosen, dict(replica_mesh)) if replica_mesh else place(chosen)
+        if eager and placement.auto_axes:
+            raise _errors.eager_over_several_devices(placement)
+        super().__init__(placement, eager=eager, cross_device_ops=cross_device_ops, variables=variables)
+
+
+def _grid(devices: Sequence[jax.Device], inside: dict[str, int]) -> Placement:
+    each = math.prod(inside.values())
+    if each < 1 or len(devices) % each or AXIS in inside:
+        raise _errors.uneven_replica_mesh(inside, len(devices))
+    return place_grid(devices, inside)

@@ -121,9 +121,12 @@ def components(variable: Variable) -> tuple[jax.Array, ...]:
     devices = variable.placement.local_devices
     if all(device in by_device for device in devices):
         whole = [by_device[device] for device in devices]
-        if whole[0].shape == variable.shape:
-            return tuple(whole)
-    return (variable._array,) * (len(devices) if variable.placement.parameter_device is None else 1)
+        if whole[0].shape != variable.shape:  # cut over the devices
+            spread = jax.device_put(variable._array, variable.placement.mirrored)
+            by_device = {shard.device: shard.data for shard in spread.addressable_shards}
+            whole = [by_device[device] for device in devices]
+        return tuple(whole)
+    return (variable._array,) * (1 if variable.placement.apart else len(devices))
 
 
 def component(variable: Variable, index: int) -> jax.Array:

@@ -60,7 +60,8 @@ class Variable(metaclass=_Creating):
         ``"sum"``, ``"mean"`` or ``"only_first_replica"``.
       constraint: A function applied by optimizers to the updated value.
       layout: How a mirrored variable lies between steps, if not as one copy per device: ``PartitionSpec("replica")`` cuts
-        its first axis over the replicas. Each step sees the whole value all the same.
+        its first axis over the replicas, ``PartitionSpec("model")`` over the devices of each replica that is made of
+        several. By default what the strategy was told for all variables. Each step sees the whole value all the same.
 
     >>> import jax, replicax as rx
     >>> strategy = rx.MirroredStrategy(jax.devices()[:2])
@@ -107,6 +108,7 @@ class Variable(metaclass=_Creating):
         if self.aggregation is VariableAggregation.MEAN and not jnp.issubdtype(self.dtype, jnp.inexact):
             raise _errors.mean_of_integers(self.name, self.dtype)
         self.placement = self.strategy.place_variable(self, colocate_with)
+        self.layout = self.strategy.settle_layout(self)
         self._shared = False
         self._array = storage.rest(self, initial)
 

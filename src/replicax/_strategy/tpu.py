@@ -1,0 +1,213 @@
+"""One replica on each core of a TPU slice, or on several cores? `TPUStrategy`.
+
+It asks for TPUs by name only: with the resolver "local" the cores are the devices of this process, whatever they are,
+so that a TPU program can be tried on a laptop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from replicax import _errors
+from replicax._errors import ClusterError, DeviceError, message
+from replicax._placement import Placement, place, place_grid
+from replicax._strategy import logical
+from replicax._strategy.base import Strategy
+from replicax._strategy.layout import LayoutPolicy
+from replicax.cluster import DeviceAssignment, Topology, TPUClusterResolver, TPUSystemMetadata
+
+_HOST_CPU = "/task:{host}/device:CPU:0"
+
+
+class TPUStrategy(Strategy):
+    """Synchronous training on the cores of a TPU slice: one replica per core, or per group of cores.
+
+    Args:
+      tpu_cluster_resolver: Which slice; by default ``TPUClusterResolver("")``, the devices of this process.
+      experimental_device_assignment: Which cores form a replica, a `DeviceAssignment`. With several cores each, the
+        axis inside a replica is called ``"model"`` and `variables` says how parameters are cut over it.
+      experimental_spmd_xla_partitioning: Kept for programs written for tf.distribute: XLA always partitions replicas of
+        several cores. With True, values can no longer be assigned to one core.
+      steps_per_run: How many steps a training loop should take per call of `run_steps`.
+      num_cores: Uses only so many cores.
+      variables: How variables lie between steps, as in `rx.MirroredStrategy`.
+      eager: True runs steps line by line, so that `print` and `pdb` work.
+
+    >>> import jax, replicax as rx
+    >>> resolver = rx.cluster_resolver.TPUClusterResolver("local")
+    >>> strategy = rx.TPUStrategy(resolver, num_cores=2)
+    >>> strategy.run(lambda: rx.get_replica_context().replica_id_in_sync_group)
+    PerReplica:{
+      0: Array(0, dtype=int32),
+      1: Array(1, dtype=int32)
+    }
+    """
+
+    def __init__(
+        self,
+        tpu_cluster_resolver: TPUClusterResolver | None = None,
+        experimental_device_assignment: DeviceAssignment | None = None,
+        experimental_spmd_xla_partitioning: bool = False,
+        *,
+        steps_per_run: int | None = None,
+        num_cores: int | None = None,
+        variables: LayoutPolicy | None = None,
+        eager: bool = False,
+    ) -> None:
+        self._resolver = _resolver(tpu_cluster_resolver, "rx.TPUStrategy(...)")
+        self._metadata = self._resolver.get_tpu_system_metadata()
+        self._assigns_single_cores = not experimental_spmd_xla_partitioning
+        self.steps_per_run = 1 if steps_per_run is None else steps_per_run
+        """How many steps a training loop should take per call of `run_steps`; nothing here asks for it."""
+        placement = _placed(self._metadata, experimental_device_assignment, num_cores)
+        if eager and placement.auto_axes:
+            raise _errors.eager_over_several_devices(placement)
+        super().__init__(placement, eager=eager, variables=variables)
+
+    # -- the slice
+
+    @property
+    def cluster_resolver(self) -> TPUClusterResolver:
+        """The resolver this strategy was made from."""
+        return self._resolver
+
+    @property
+    def num_hosts(self) -> int:
+        """How many hosts the slice has."""
+        return self._metadata.num_hosts
+
+    @property
+    def num_replicas_per_host(self) -> int:
+        """How many replicas each host has."""
+        return self._metadata.num_of_cores_per_host // logical.count(self.placement)
+
+    @property
+    def host_cpu_devices(self) -> tuple[str, ...]:
+        """The names of the CPUs of all hosts."""
+        return tuple(self.get_host_cpu_device(host) for host in range(self.num_hosts))
+
+    def get_host_cpu_device(self, host_id: int) -> str:
+        """The name of the CPU of a host; with the devices of this process alone it is always this host's."""
+        job = self._resolver.get_job_name()
+        if job is None:
+            return "/replica:0" + _HOST_CPU.format(host=0)
+        return f"/job:{job}" + _HOST_CPU.format(host=host_id)
+
+    # -- the cores of one replica
+
+    def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
+        """States inside a step that one core should compute `tensor`. It stays the same value.
+
+        XLA divides every operation over the cores of a replica and takes no such advice: only the number is checked.
+
+        Raises:
+          DeviceError: There is no core of this number.
+        """
+        call = f"strategy.experimental_assign_to_logical_device(x, {logical_device_id})"
+        if not self._assigns_single_cores:
+            raise DeviceError(
+                message(
+                    f"`{call}` under experimental_spmd_xla_partitioning=True",
+                    why="There every value lies on all cores of a replica, whole or in parts.",
+                    instead=["`strategy.experimental_split_to_logical_devices(x, [...])`", "leave the flag out"],
+                )
+            )
+        logical.checked(self.placement, logical_device_id, call)
+        return tensor
+
+    def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
+        """Says inside a step that `tensor` lies in equal parts over the cores of its replica. It stays the same value.
+
+        Args:
+          partition_dimensions: For each axis in how many parts it is cut; their product is the number of cores.
+
+        >>> import jax, jax.numpy as jnp, replicax as rx
+        >>> from replicax.cluster import DeviceAssignment, Topology
+        >>> topology = Topology.from_devices(jax.local_devices())
+        >>> cores = DeviceAssignment.build(topology, computation_shape=[1, 1, 1, 2], num_replicas=2)
+        >>> strategy = rx.TPUStrategy(experimental_device_assignment=cores)
+        >>> def step(x):
+        ...     return strategy.experimental_split_to_logical_devices(x, [1, 2]).sum()
+        >>> float(strategy.run(step, (jnp.ones((3, 4)),)))
+        12.0
+        """
+        return logical.split(self, tensor, partition_dimensions)
+
+    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
+        """Says inside a step that each core of the replica holds the whole of `tensor`. It stays the same value."""
+        return logical.replicate(self, tensor)
+
+
+def initialize_tpu_system(cluster_resolver: TPUClusterResolver | None = None) -> Topology:
+    """The topology of the slice. The cores need no preparation, so it may be left out and called any number of times.
+
+    >>> import replicax as rx
+    >>> rx.experimental.initialize_tpu_system().num_tasks
+    1
+    """
+    return _resolver(cluster_resolver, "initialize_tpu_system(...)").get_tpu_system_metadata().topology
+
+
+def shutdown_tpu_system(cluster_resolver: TPUClusterResolver | None = None) -> None:
+    """Kept for programs written for tf.distribute: the cores are free again when the process ends."""
+    _resolver(cluster_resolver, "shutdown_tpu_system(...)")
+
+
+def _resolver(given: Any, call: str) -> TPUClusterResolver:
+    if given is None:
+        return TPUClusterResolver("")
+    if not isinstance(given, TPUClusterResolver):
+        raise ClusterError(
+            message(
+                f"`{call}` needs a TPUClusterResolver",
+                [f"got {type(given).__name__}"],
+                instead=['rx.cluster_resolver.TPUClusterResolver("local")'],
+            )
+        )
+    return given
+
+
+def _placed(metadata: TPUSystemMetadata, assignment: DeviceAssignment | None, cores: int | None) -> Placement:
+    if assignment is not None:
+        grid = assignment.devices
+        if cores is not None and cores != grid.size:
+            raise _cores(cores, f"the device assignment has {grid.shape[0]} x {grid.shape[1]}")
+        return _grid(grid)
+    if cores is not None and not 1 <= cores <= metadata.num_cores:
+        raise _cores(cores, f"the slice has {metadata.num_cores}")
+    return place(metadata.devices[:cores])
+
+
+def _grid(grid: np.ndarray) -> Placement:
+    """Replicas of several cores. The axis ``"model"`` is made of one for each prime factor, so that each can be cut."""
+    factors = _prime_factors(grid.shape[1])
+    if not factors:
+        return place(grid[:, 0].tolist())
+    names = ["model"] if len(factors) == 1 else [f"model_{i}" for i in range(len(factors))]
+    return place_grid(grid.reshape(-1).tolist(), dict(zip(names, factors, strict=True)))
+
+
+def _prime_factors(number: int) -> list[int]:
+    factors, divisor = [], 2
+    while number > 1:
+        while number % divisor == 0:
+            factors.append(divisor)
+            number //= divisor
+        divisor += 1
+    return factors
+
+
+def _cores(asked: int, there: str) -> DeviceError:
+    return DeviceError(
+        message(
+            f"`rx.TPUStrategy(num_cores={asked})` cannot use so many cores",
+            [f"asked for {asked}, {there}"],
+            instead=[
+                "leave `num_cores` out to use all",
+                "for more CPU devices write `rx.host.configure(cpu_devices=n)`",
+            ],
+        )
+    )
