@@ -1,4 +1,4 @@
-"""How does a batch that does not fit in memory become one step? `accumulate`: in microbatches, reduced once at the end."""
+"""How does a batch that is too large for memory become one step? `accumulate`: in parts, reduced once at the end."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def accumulate(
     Args:
       function: Returns arrays, in any structure: ``rx.value_and_grad(loss, variables)``, say.
       microbatches: How many; the rows of a replica's batch must divide by it.
-      combine: ``"mean"`` for losses that are means over rows, ``"sum"`` for losses that were divided by the global batch
-        size. Integers are counts and are always added up.
+      combine: ``"mean"`` for losses that are means over rows, ``"sum"`` for losses that were divided by the global
+        batch size. Integers are counts and are always added up.
 
     >>> import jax, jax.numpy as jnp, optax, replicax as rx
     >>> strategy = rx.MirroredStrategy(jax.devices()[:2])
