@@ -217,7 +217,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         return copies(result, devices_of(destinations))
 
 
-class _Collective(CrossDeviceOps):
+class Collective(CrossDeviceOps):
     """All devices that hold the values take part, and get the result, at the same time."""
 
     _asks_hooks = False
@@ -249,7 +249,7 @@ class _Collective(CrossDeviceOps):
         return [results[i] for i in range(len(results))]
 
 
-class NcclAllReduce(_Collective):
+class NcclAllReduce(Collective):
     """The platform's own all-reduce, small arrays packed; what strategies use unless told otherwise.
 
     That is NCCL on GPUs, the interconnect on TPUs, gloo between processes on CPU and threads inside one.
@@ -270,7 +270,7 @@ class NcclAllReduce(_Collective):
         super().__init__(AllReduceAlgorithm(_packing(self, num_packs)))
 
 
-class HierarchicalCopyAllReduce(_Collective):
+class HierarchicalCopyAllReduce(Collective):
     """Adds up within groups of replicas first and then between the groups.
 
     The groups are the hosts, if there are several, so that only a share of each value crosses the slower links between

@@ -71,7 +71,7 @@ def _prepare(placement: Placement, args: Any, kwargs: Any) -> tuple[Any, Any, tu
             return leaf
         if kind is PerReplica:
             return _laid(placement, path, leaf) if leaf.form == PARTS else leaf
-        if isinstance(leaf, (jax.Array, *_NUMBERS)) and kind is not bool:
+        if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, *_NUMBERS)) and kind is not bool:
             return leaf
         try:
             hash(leaf)
@@ -95,7 +95,7 @@ def _laid(placement: Placement, path: Any, value: PerReplica) -> PerReplica:
 
 def aval(leaf: Any) -> Any:
     """The shape and dtype of a leaf; a Python number keeps its weak type."""
-    return jax.typeof(leaf) if isinstance(leaf, jax.Array) else jax.typeof(jax.numpy.asarray(leaf))
+    return jax.typeof(leaf if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) else jax.numpy.asarray(leaf))
 
 
 def specs(tree: Any) -> list[PartitionSpec]:

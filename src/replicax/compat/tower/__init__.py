@@ -17,6 +17,11 @@ from replicax.compat.tower._contexts import get_tower_context as get_tower_conte
 from replicax.compat.tower._contexts import has_distribution_strategy as has_distribution_strategy
 from replicax.compat.tower._contexts import increment_var as increment_var
 from replicax.compat.tower._contexts import require_tower_context as require_tower_context
+from replicax.compat.tower._cross_tower_ops import AllReduceCrossTowerOps as AllReduceCrossTowerOps
+from replicax.compat.tower._cross_tower_ops import CrossTowerOps as CrossTowerOps
+from replicax.compat.tower._cross_tower_ops import (
+    ReductionToOneDeviceCrossTowerOps as ReductionToOneDeviceCrossTowerOps,
+)
 from replicax.compat.tower._input import InputIterator as InputIterator
 from replicax.compat.tower._input import PerDeviceDataset as PerDeviceDataset
 from replicax.compat.tower._server import run_standard_tensorflow_server as run_standard_tensorflow_server

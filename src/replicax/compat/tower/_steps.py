@@ -105,23 +105,40 @@ class StandardSingleLossStep(StandardInputStep):
 
     def _train(self, context: MultiStepContext, inputs: tuple[Any, ...]) -> None:
         """One tower's part in one iteration."""
-        inner = MultiStepContext()
+        later = _Later()
 
         def loss() -> tuple[Any, dict[str, Any]]:
-            return self._loss_fn(inner, *inputs), inner.last_step_outputs
+            return self._loss_fn(later, *inputs), later.last_step_outputs
 
         grads, outputs = gradients.grad(loss, self._variables, has_aux=True)()
         self._optimizer.apply_gradients(zip(grads, self._variables, strict=True))
-        context.last_step_outputs.update(outputs)
-        context.non_tensor_outputs.update(inner.non_tensor_outputs)
+        for name, output in outputs.items():
+            context.set_last_step_output(name, output, later.ops[name])
+        for name, output in later.non_tensor_outputs.items():
+            context.set_non_tensor_output(name, output)
 
     def _trainable(self) -> list[Variable]:
         """The trainable variables that the loss reads, found by tracing it without carrying it out."""
         element = self._iterator.element_spec
         inputs = element if isinstance(element, tuple) else (element,)
         with overlay.watching() as asked:
-            self.distribution._engine.lower(lambda *inputs: self._loss_fn(MultiStepContext(), *inputs), inputs)
+            self.distribution._engine.lower(lambda *inputs: self._loss_fn(_Later(), *inputs), inputs)
         return [variable for variable in asked if variable.trainable]
+
+
+class _Later(MultiStepContext):
+    """Keeps what a loss sets until it has been differentiated; towers do not meet inside that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: dict[str, Any] = {}
+
+    def set_last_step_output(self, name: str, output: Any, reduce_op: Any = None, *, aggregation: Any = None) -> None:
+        self.last_step_outputs[name] = output
+        self.ops[name] = reduce_op if reduce_op is not None else aggregation
+
+    def set_non_tensor_output(self, name: str, output: Any) -> None:
+        self.non_tensor_outputs[name] = output
 
 
 class Monitor:

@@ -15,6 +15,7 @@ from replicax._strategy.one_device import OneDeviceStrategy as OneDevice
 from replicax.cluster import validate_cluster
 from replicax.cluster._roles import CHIEF, PS, WORKER
 from replicax.compat.tower import _refusals
+from replicax.compat.tower._cross_tower_ops import as_cross_device_ops
 from replicax.compat.tower._strategy import DistributionStrategy
 
 
@@ -53,7 +54,8 @@ class MirroredStrategy(DistributionStrategy):
         count = num_gpus if num_gpus is not None else num_gpus_per_worker
         if devices is None and count is not None:
             devices = local_accelerators(count)
-        self._over(Mirrored(devices, cross_tower_ops or cross_device_ops, eager=eager))
+        ops = as_cross_device_ops(cross_tower_ops if cross_tower_ops is not None else cross_device_ops)
+        self._over(Mirrored(devices, ops, eager=eager))
 
 
 class OneDeviceStrategy(DistributionStrategy):
@@ -76,6 +78,11 @@ class CollectiveAllReduceStrategy(DistributionStrategy):
 
     def __init__(self, num_gpus_per_worker: int = 0, *, eager: bool = False) -> None:
         self._over(Mirrored(local_accelerators(num_gpus_per_worker), eager=eager))
+
+    @property
+    def between_graph(self) -> bool:
+        """Whether every process runs the program for itself: they would, had it a cluster."""
+        return True
 
     def configure(
         self,
