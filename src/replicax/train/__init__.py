@@ -4,5 +4,6 @@ from replicax.train._checkpoint import Checkpoint as Checkpoint
 from replicax.train._checkpoint import RestoreStatus as RestoreStatus
 from replicax.train._manager import CheckpointManager as CheckpointManager
 from replicax.train._manager import latest_checkpoint as latest_checkpoint
+from replicax.train._monitor import Monitor as Monitor
 from replicax.train._precision import LossScale as LossScale
 from replicax.train._store import PendingSave as PendingSave
