@@ -861,7 +861,7 @@ def replicas_do_not_meet(states: Sequence[Any]) -> ContextError:
         message(
             headline,
             [
-                f"replica {i}  " + ("has returned" if isinstance(state, str) else f"waits in {state.what} at {state.site}")
+                f"replica {i}  " + (f"has {state}" if isinstance(state, str) else f"waits in {state.what} at {state.site}")
                 for i, state in enumerate(states)
             ],
             "All replicas must make the same calls in the same order, or those that wait would wait for ever.",
@@ -908,7 +908,7 @@ def created_by_this_replica_only(name: str, replica: int, made: Sequence[str]) -
         message(
             f"Tried to create variable {name!r} with mismatching name on replica {replica}",
             [f"replica 0 made  {', '.join(map(repr, made)) or 'no variable'}"],
-            "Replica 0 makes the variables of a step and the others are given the same ones, matched by name and order.",
+            "Replica 0 makes the variables of a step; the others are given the same ones, matched by name and order.",
             ["create the same variables on every replica", "create them before the run, in strategy.scope()"],
         )
     )
@@ -929,18 +929,11 @@ def unequal_copies(fn: Any, variable: Any, site: Any, copies: Sequence[Any]) -> 
     )
 
 
-def assigned_in_staged_code(variable: Any, site: Any) -> ContextError:
-    return ContextError(
-        f"`{variable.name}.assign` at {site} with a value that a JAX transformation (jax.vmap, say) is working on. Return "
-        "the value from the transformed function and assign it outside."
-    )
-
-
-def wrong_number_of_components(path: str, components: int, replicas: int) -> InputError:
+def wrong_number_of_components(argument: str, components: int, replicas: int) -> InputError:
     return InputError(
         message(
             "strategy.run(step, ...) got a per-replica value with another number of components than there are replicas",
-            [f"args{path}  {components} components, {replicas} replicas in this process"],
+            [f"argument {argument}  {components} components, {replicas} replicas in this process"],
             "Each replica gets its own component.",
             ["make it with the strategy that runs the step"],
         )
@@ -1032,6 +1025,62 @@ def hook_changed_shape(ops: Any, operand: Any, result: Any) -> InputError:
             [f"each replica's value  {_short(operand)}", f"returned  {_short(result)}"],
             "Replicas are combined element by element.",
             ["reduce over ``jnp.stack(per_replica_value.values)`` along axis 0 only"],
+        )
+    )
+
+
+class ScatterError(VariableError, NotImplementedError):
+    """A change of some rows of a variable whose kind does not say what that would mean."""
+
+
+def scatter_of_no_slices(variable: Any, method: str, value: Any) -> TypeError:
+    return TypeError(
+        message(
+            f"`{variable.name}.{method}(x)`: x is not an instance of IndexedSlices",
+            [_short(value)],
+            "It says which rows change and how.",
+            [f"{variable.name}.{method}(rx.IndexedSlices(values, indices))"],
+        )
+    )
+
+
+def scatter_on_read(variable: Any, method: str) -> ScatterError:
+    return ScatterError(
+        message(
+            f"`{variable.name}.{method}(...)` of a variable with synchronization ON_READ",
+            why="Each replica has a component of its own.",
+            instead=[f"{variable.name}.assign({variable.name}.value.at[indices].add(values)) inside a replica"],
+        )
+    )
+
+
+def scatter_of_many(variable: Any, method: str) -> ScatterError:
+    aggregation = variable.aggregation.name
+    return ScatterError(
+        message(
+            f"{method} is only supported for mirrored variable (`{variable.name}`) with NONE or `ONLY_FIRST_REPLICA` "
+            "aggregation",
+            [f"aggregation {aggregation}"],
+            f"A {aggregation} over the replicas is not defined for it: every replica may give a row for one index.",
+            [
+                'rx.Variable(..., aggregation="only_first_replica")',
+                'reduce first: all_reduce("max", x), and then assign',
+            ],
+        )
+    )
+
+
+def scatter_shapes(variable: Any, method: str, indices: Any, values: Any, dense_shape: Any) -> VariableError:
+    return VariableError(
+        message(
+            f"`{variable.name}.{method}(IndexedSlices(values, indices))`: the rows do not fit the variable",
+            [
+                f"variable  {list(variable.shape)}",
+                f"indices  {_short(indices)}, which should be a list of integers",
+                f"values  {_short(values)}, which should be {[*indices.shape, *variable.shape[1:]]}",
+                *([] if dense_shape is None else [f"dense_shape  {list(dense_shape)}"]),
+            ],
+            "Each index needs one row of the variable's width.",
         )
     )
 

@@ -1,7 +1,7 @@
 """What does each replica hold of a variable while an eager run lasts, and what becomes of it at the end?
 
-Each replica reads and writes its own copy, an array on its own device. When the run has ended well the copies become the
-variable's array again; when it has failed, the variables are as they were.
+Each replica reads and writes its own copy, an array on its own device. When the run has ended well the copies become
+the variable's array again; when it has failed, the variables are as they were.
 """
 
 from __future__ import annotations
@@ -105,8 +105,7 @@ class Copies:
     def _joined(self, fn: Callable[..., Any], variable: Variable, site: Site) -> jax.Array:
         parts = self.concrete(variable)
         if variable.on_read:
-            stacked = [jax.device_put(part[None], trace.device) for part, trace in zip(parts, self._traces, strict=True)]
-            return lay_out(variable.placement, stacked).data
+            return lay_out(variable.placement, [part[None] for part in parts]).data
         if not same_bits(parts):
             raise _errors.unequal_copies(fn, variable, site, parts)
         sharding = variable.strategy.rest_sharding(variable)

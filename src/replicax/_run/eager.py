@@ -1,16 +1,17 @@
 """How does a replica function run line by line, replica by replica?
 
-One thread per replica, on that replica's device, replica 0 on the caller's own. `print` and `pdb` work in the function, a
-loop is a loop, and an exception comes from the line that raised it. What the function gives, and what it is refused for, is
-what the compiled run gives and refuses: `Results` asks the same analyses and the variables are written at the end, all or none.
+One thread per replica, on that replica's device, replica 0 on the caller's own. `print` and `pdb` work in the function,
+a loop is a loop, and an exception comes from the line that raised it. What the function gives, and what it is refused
+for, is what the compiled run gives and refuses: `Results` asks the same analyses, and the variables are written at the
+end, all or none.
 
-Who does what: `rendezvous.py` lets replicas wait for each other, `operations.py` carries out one operation, `copies.py` holds the
+`rendezvous.py` lets replicas wait for each other, `operations.py` carries out one operation, `copies.py` holds the
 variables. Here is the ledger that a replica's code talks to, and what goes into and comes out of a run.
 """
 
-# In code across replicas (a merge function) everything lies on one device, that of replica 0: a value per replica as a host
-# tuple of N arrays there, anything mirrored as one array. So components can be added up and printed without a thought about
-# devices. Reductions lay them out over the replicas again and run the program that the host uses.
+# In code across replicas (a merge function) everything lies on one device, that of replica 0: a value per replica as a
+# host tuple of N arrays there, anything mirrored as one array. So components can be added up and printed without a
+# thought about devices. Reductions lay them out over the replicas again and run the program that the host uses.
 #
 # `dispatch_lock` is held for the whole run. It is what makes steps from several threads follow one another
 # without losing an update; and all programs for several devices come from replica 0, whose thread holds it.
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 
 PyTree = Any
 
-_NUMBERS = (int, float, complex, np.ndarray, np.generic)
+_NUMBERS = (int, float, complex, np.generic)
 
 
 def run(
@@ -86,11 +87,9 @@ class EagerRun:
         return results.merged()
 
     def each(self, fn: Callable[..., Any], calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
-        """Runs `fn` for every replica, from the host or from code across replicas; there the earlier calls are waiting."""
+        """Runs `fn` for every replica: from the host, or from code across replicas, while those of `outer` wait."""
         outer, self.meeting = self.meeting, Rendezvous(len(self.ledgers), self.concurrent)
-        replicas = [
-            functools.partial(ledger.live, fn, *call) for ledger, call in zip(self.ledgers, calls, strict=True)
-        ]
+        replicas = [functools.partial(ledger.live, fn, *call) for ledger, call in zip(self.ledgers, calls, strict=True)]
         try:
             return self.meeting.run(replicas, enter=_thread_like_this_one())
         finally:
@@ -104,13 +103,13 @@ class EagerRun:
         numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
         labels = names(self.fn, tree)
 
-        def give(ledger: EagerLedger) -> Any:
-            return jax.tree.map(
-                lambda leaf, number: ledger.take(leaf, labels[number] if isinstance(number, int) else _label(labels, number)),
-                (args, kwargs), numbered, is_leaf=_is_per_replica,
-            )  # fmt: skip
+        def give(ledger: EagerLedger, leaf: Any, numbers: Any) -> Any:
+            return ledger.take(leaf, next((labels[number] for number in jax.tree.leaves(numbers)), ""))
 
-        return [give(ledger) for ledger in self.ledgers]
+        return [
+            jax.tree.map(functools.partial(give, ledger), (args, kwargs), numbered, is_leaf=_is_per_replica)
+            for ledger in self.ledgers
+        ]
 
     # -- across replicas
 
@@ -201,8 +200,10 @@ class EagerLedger:
                 self.masks.append((leaf.shape[0], mask))
                 return self.trace.enter(leaf, state, has_rows=True)
             leaf = _component(leaf, self, label)
-        if isinstance(leaf, _NUMBERS) and not isinstance(leaf, bool):
-            leaf = jnp.array(leaf) if hasattr(leaf, "shape") else jnp.asarray(leaf)  # a copy; a number stays weakly typed
+        if isinstance(leaf, np.ndarray):
+            leaf = jnp.array(leaf)  # a copy: the user may fill his buffer again
+        elif isinstance(leaf, _NUMBERS) and not isinstance(leaf, bool):
+            leaf = jnp.asarray(leaf)
         if not isinstance(leaf, jax.Array):
             return leaf
         return self.trace.enter(leaf) if state is None else self.trace.enter(leaf, state)
@@ -300,10 +301,9 @@ class EagerLedger:
             whole = in_step.all_gather(self.run.placement, even, axis)
         if len(set(sizes)) == 1:
             return whole
-        starts = [i * max(sizes) for i in range(len(sizes))]
+        blocks = jnp.split(whole, len(sizes), axis)
         return jnp.concatenate(
-            [lax.slice_in_dim(whole, start, start + size, axis=axis) for start, size in zip(starts, sizes, strict=True)],
-            axis,
+            [lax.slice_in_dim(block, 0, size, axis=axis) for block, size in zip(blocks, sizes, strict=True)], axis
         )
 
     def merge_call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -334,9 +334,11 @@ class EagerLedger:
 
     def reduce_across(self, op: ReduceOp, value: Any, axes: tuple[int, ...] | None) -> Any:
         """`strategy.reduce` in code across replicas."""
-        options = self.strategy.communication_options
+        strategy, laid = self.strategy, self._laid(value)
         with jax.disable_jit(False):
-            reduced = host.reduce(self.strategy.cross_device_ops, self.run.placement, op, self._laid(value), axes, options)
+            reduced = host.reduce(
+                strategy.cross_device_ops, strategy.placement, op, laid, axes, strategy.communication_options
+            )
         return jax.device_put(reduced, self.trace.device)
 
     def gather_across(self, value: PerReplica, axis: int) -> Any:
@@ -346,14 +348,21 @@ class EagerLedger:
 
     def _laid(self, value: Any) -> Any:
         def lay(leaf: Any) -> Any:
-            return lay_out(self.run.placement, leaf.data) if isinstance(leaf, PerReplica) and leaf.form == PARTS else leaf
+            return (
+                lay_out(self.run.placement, leaf.data) if isinstance(leaf, PerReplica) and leaf.form == PARTS else leaf
+            )
 
         return jax.tree.map(lay, value, is_leaf=_is_per_replica)
 
     def components(self, value: PerReplica | Variable) -> list[Any]:
         """The component of every replica, side by side."""
         parts = value.values if isinstance(value, PerReplica) else self.run.copies.concrete(value)
-        return [jax.device_put(part, self.trace.device) if isinstance(part, jax.Array) else part for part in parts]
+        return [self._bring(part) if isinstance(part, jax.Array) else part for part in parts]
+
+    def _bring(self, array: jax.Array) -> jax.Array:
+        """An array as code across replicas sees it."""
+        with _jax.outside_of_traces():
+            return jax.device_put(concrete(array), self.trace.device)
 
     def update(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Runs an update function once for each component, as whose variable its variables then answer."""
@@ -362,8 +371,10 @@ class EagerLedger:
             mode = Mode(self.strategy, Kind.UPDATE, ledger, update_id=ledger.replica)
             with jax.default_device(ledger.trace.device), _jax.in_trace(ledger.trace), _context.push(mode):
                 results.append(fn(*own, **own_kwargs))
-        differing = any(isinstance(leaf, PerReplica) for leaf in jax.tree.leaves((args, kwargs), is_leaf=_is_per_replica))
-        return [self.run.to_across(results) if differing else self.run.to_across(results[:1])]
+        inputs = jax.tree.leaves((args, kwargs), is_leaf=_is_per_replica)
+        if any(isinstance(leaf, PerReplica) or getattr(leaf, "on_read", False) for leaf in inputs):
+            return [self.run.to_across(results)]
+        return [jax.tree.map(lambda leaf: self._bring(leaf) if isinstance(leaf, jax.Array) else leaf, results[0])]
 
     def run_nested(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`strategy.run` in code across replicas."""
@@ -467,11 +478,6 @@ def _component(value: Any, ledger: EagerLedger, label: str) -> Any:
     if len(parts) != len(ledger.run.ledgers):
         raise _errors.wrong_number_of_components(label, len(parts), len(ledger.run.ledgers))
     return parts[ledger.index]
-
-
-def _label(labels: list[str], numbers: Any) -> str:
-    return next((labels[number] for number in jax.tree.leaves(numbers)), "")
-
 
 
 def _gatherable(shapes: Sequence[tuple[int, ...]], axis: int, dtype: Any) -> Sequence[tuple[int, ...]]:

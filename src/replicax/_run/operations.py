@@ -1,8 +1,8 @@
 """How is one operation of one replica carried out, so that its result can be printed at once?
 
-In an eager run an array is an `EagerArray`: the array of this replica, on this replica's device, and its place in the list of
-operations that led to it. An operation of this replica alone is simply carried out. One that speaks with the other
-replicas is brought to the meeting, and all of them carry it out together, as the same program that a compiled run would contain.
+In an eager run an array is an `EagerArray`: the array of this replica, on this replica's device, and its place in the
+list of operations that led to it. An operation of this replica alone is simply carried out. One that speaks with the
+other replicas is brought to the meeting, and all carry it out together, as the program that a compiled run contains.
 """
 
 # Why an interpreter of JAX's operations, and not plain arrays on plain threads?
@@ -13,14 +13,18 @@ replicas is brought to the meeting, and all of them carry it out together, as th
 # - Whether a result differs between replicas cannot be seen from values that happen to be equal, such as the zeros
 #   before the first step. So replica 0 keeps a `Tape` of what it does, a program in the form that `_locality` reads,
 #   and the verdict is that of the compiled run.
-# - A step may use an array that lies on all devices (a state from an earlier run). Operations see it here and take the copy
-#   of their own device.
+# - A step may use an array that lies on all devices (a state from an earlier run). Operations see it here and take the
+#   copy of their own device.
 #
-# The engine runs user code under `jax.disable_jit`: functions that are jitted, loops and branches are Python then, and can
-# be printed from. What JAX stages all the same (the body of `jax.checkpoint`) arrives as one operation.
+# User code runs under `jax.disable_jit`: jitted functions, loops and branches are Python then, and can be printed from.
+# What JAX stages all the same (the body of `jax.checkpoint`) arrives as one operation.
 #
-# What this cannot see: the replica's id is a Python int here and what is computed from it in Python looks equal
-# everywhere. Therefore "equal" is believed only of values whose bits are equal too.
+# What the tape cannot show:
+#
+# - The replica's id is a Python int here, and what is computed from it in Python looks equal everywhere. Therefore
+#   "equal" is believed only of values whose bits are equal too.
+# - The way not taken. Compiled, a value that one branch of a `lax.cond` leaves per-replica is per-replica; here it is
+#   what the branch that was taken makes of it.
 
 from __future__ import annotations
 
@@ -40,43 +44,45 @@ from replicax._values import STACKED, PerReplica, components, lay_out
 
 
 class EagerArray(_jax.Tracer):
-    """An array of one replica. Everything that can be asked of an array can be asked of it, and answers with its value."""
+    """An array of one replica. What can be asked of an array can be asked of it, and is answered by its value."""
 
-    __slots__ = ("value", "var")
+    # The names must not be those of methods that arrays have, such as `var`.
+    __slots__ = ("concrete", "atom")
 
-    def __init__(self, trace: EagerTrace, value: jax.Array, var: Any = None) -> None:
-        super().__init__(trace, jax.typeof(value))
-        self.value = value
-        self.var = var
+    def __init__(self, trace: EagerTrace, concrete: jax.Array, atom: Any = None) -> None:
+        super().__init__(trace, jax.typeof(concrete))
+        self.concrete = concrete
+        self.atom = atom
 
-    def to_concrete_value(self) -> jax.Array:
-        return self.value
+    def to_concrete_value(self) -> Any:
+        return self.concrete
 
-    def full_lower(self) -> jax.Array:
-        return self.value
+    def full_lower(self) -> Any:
+        return self.concrete
 
     def __str__(self) -> str:
-        return str(self.value)
+        return str(self.concrete)
 
 
 def _forward(name: str) -> Any:
     if callable(getattr(_jax.ConcreteArray, name)):
-        return lambda self, *args, **kwargs: getattr(self.value, name)(*args, **kwargs)
-    return property(lambda self: getattr(self.value, name))
+        return lambda self, *args, **kwargs: getattr(self.concrete, name)(*args, **kwargs)
+    return property(lambda self: getattr(self.concrete, name))
 
 
 # A tracer has these too, as errors that explain why an abstract value has no numbers.
 for _name in (
-    "__array__ __repr__ __format__ __float__ __complex__ __reduce__ __deepcopy__ __dlpack__ __dlpack_device__ item tolist "
-    "tobytes sharding committed device devices addressable_shards addressable_data global_shards is_fully_addressable "
-    "is_fully_replicated is_deleted block_until_ready copy_to_host_async on_device_size_in_bytes unsafe_buffer_pointer"
+    "__array__ __repr__ __format__ __float__ __complex__ __reduce__ __deepcopy__ __dlpack__ __dlpack_device__ item "
+    "tolist tobytes sharding committed device devices addressable_shards addressable_data global_shards "
+    "is_fully_addressable is_fully_replicated is_deleted block_until_ready copy_to_host_async "
+    "on_device_size_in_bytes unsafe_buffer_pointer"
 ).split():
     setattr(EagerArray, _name, _forward(_name))
 
 
 def concrete(x: Any) -> Any:
     """The value of an eager array; anything else as it is."""
-    return x.value if isinstance(x, EagerArray) else x
+    return x.concrete if isinstance(x, EagerArray) else x
 
 
 class Tape:
@@ -102,7 +108,7 @@ class Tape:
         self._equations.append(_jax.equation(primitive, [self._atom(x) for x in operands], out, params))
         for result, var in zip(results, out, strict=True):
             if isinstance(result, EagerArray):
-                result.var = var
+                result.atom = var
             else:
                 self._references[id(result)] = result, var
 
@@ -116,8 +122,8 @@ class Tape:
         return _jax.straight_line(self._inputs, [self._atom(x) for x in outputs], self._equations)
 
     def _atom(self, x: Any) -> Any:
-        if isinstance(x, EagerArray) and x.var is not None:
-            return x.var
+        if isinstance(x, EagerArray) and x.atom is not None:
+            return x.atom
         if id(x) in self._references:
             return self._references[id(x)][1]
         value = concrete(x)
@@ -128,8 +134,8 @@ class EagerTrace(_jax.Trace):
     """The operations of one replica.
 
     Args:
-      meet: Carries out an operation together with the other replicas: gets its name, what to do with the operands of all of
-        them, and this one's operands; returns this one's results.
+      meet: Carries out an operation together with the other replicas: gets its name, what to do with the operands of
+        all of them, and this one's operands; returns this one's results.
       check: Raises if the run is over because another replica failed.
     """
 
@@ -232,7 +238,7 @@ def _together(primitive: Any, params: dict[str, Any], placement: Placement, brou
 
 
 @functools.lru_cache(maxsize=512)
-def _program(placement: Placement, primitive: Any, params: Any, forms: tuple[str, ...]) -> Callable[..., list[jax.Array]]:
+def _program(placement: Placement, primitive: Any, params: Any, forms: tuple[str, ...]) -> Callable[..., list[Any]]:
     def body(*blocks: jax.Array) -> list[jax.Array]:
         operands = [block[0] if form == STACKED else block for block, form in zip(blocks, forms, strict=True)]
         results = primitive.bind(*operands, **dict(params))
@@ -240,7 +246,4 @@ def _program(placement: Placement, primitive: Any, params: Any, forms: tuple[str
 
     split = PartitionSpec(AXIS)
     mesh = placement.mesh
-    return jax.jit(
-        jax.shard_map(body, mesh=mesh, in_specs=split, out_specs=split, check_vma=False, axis_names={AXIS})
-    )
-
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=split, out_specs=split, check_vma=False, axis_names={AXIS}))

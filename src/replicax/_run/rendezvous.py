@@ -9,11 +9,12 @@ replica goes on with its share of the result. Nothing in here knows about JAX.
 #
 # A deadline cannot tell: a replica may be away for minutes because its user sits in a debugger. So nobody waits for an
 # amount of time. A replica is running, waiting or done, and whoever changes its own state looks at those of the others:
-# if no replica is running any more and not all wait for the same thing, then nothing can ever happen, and that is an error,
-# at once. A replica that does run is waited for, in short slices so that Ctrl-C gets through.
+# if no replica is running any more and not all wait for the same thing, then nothing can ever happen, and that is an
+# error, at once. A replica that does run is waited for, in short slices so that Ctrl-C gets through.
 #
-# Things that don't work: `threading.Barrier` (no result, no way to tell who is missing) and one event per replica (two
-# replicas that fail at once each wait for the other's event).
+# Things that don't work: `threading.Barrier` (no result, no way to tell who is missing); one event per replica (two
+# replicas that fail at once each wait for the other's event); `Thread.join` while a replica may run for long (Python
+# 3.11, interrupted there by Ctrl-C, takes the thread for ended).
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ class Call:
     """What this replica brings along."""
 
 
-DONE = "done"
+RETURNED = "returned"
 
 
 class Rendezvous:
@@ -67,7 +68,8 @@ class Rendezvous:
         self._concurrent = concurrent
         self._changed = threading.Condition()
         self._states: list[Call | str | None] = [None] * replicas
-        """For each replica: what it waits for, `DONE`, or None while it runs."""
+        """For each replica: what it waits for, `RETURNED`, or None while it runs."""
+        self._living = replicas
         self._turn = 0
         self._rounds = 0
         self._shares: Sequence[Any] = ()
@@ -91,6 +93,8 @@ class Rendezvous:
             # Whatever it is, an exit or Ctrl-C included: it is the caller's, and `run` hands it over.
             except BaseException as error:
                 self._fail(error)
+            finally:
+                self._depart()
 
         def live_on_new_thread(replica: int) -> None:
             enter()
@@ -107,8 +111,9 @@ class Rendezvous:
         for thread in threads:
             thread.start()
         live(0)
+        self._wait_for_departures()
         for thread in threads:
-            self._join(thread)
+            thread.join()
         if self._error is not None:
             raise self._error
         return results
@@ -194,7 +199,7 @@ class Rendezvous:
 
     def _finish(self, replica: int) -> None:
         with self._changed:
-            self._states[replica] = DONE
+            self._states[replica] = RETURNED
             self._pass_turn()
             self._settle()
 
@@ -204,9 +209,15 @@ class Rendezvous:
                 self._error = error
             self._changed.notify_all()
 
-    def _join(self, thread: threading.Thread) -> None:
-        while thread.is_alive():
+    def _depart(self) -> None:
+        with self._changed:
+            self._living -= 1
+            self._changed.notify_all()
+
+    def _wait_for_departures(self) -> None:
+        while self._living:
             try:
-                thread.join(SLICE_SECONDS)
+                with self._changed:
+                    self._changed.wait_for(lambda: not self._living, SLICE_SECONDS)
             except KeyboardInterrupt as error:
                 self._fail(error)
