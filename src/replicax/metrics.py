@@ -52,10 +52,10 @@ class State:
     ...     here = rx.metrics.Mean.empty().update(x)
     ...     return so_far.merge(rx.get_replica_context().all_reduce("sum", here))
     >>> so_far = rx.metrics.Mean.empty()
-    >>> for x in strategy.distribute_dataset([np.arange(4.0), np.array([10.0])]):
+    >>> for x in strategy.distribute_dataset([np.arange(4.0), np.array([9.0])]):
     ...     so_far = strategy.run(step, args=(so_far, x))
     >>> float(so_far.compute())
-    3.2
+    3.0
     """
 
     sums: jax.Array
@@ -97,10 +97,10 @@ class Metric:
     ...     mean = rx.metrics.Mean()
     >>> def step(x):
     ...     mean.update(x)
-    >>> for x in strategy.distribute_dataset([np.arange(4.0), np.array([10.0])]):
+    >>> for x in strategy.distribute_dataset([np.arange(4.0), np.array([9.0])]):
     ...     strategy.run(step, args=(x,))
     >>> float(mean.result())
-    3.2
+    3.0
     """
 
     values: ClassVar[Callable[..., jax.Array]]
