@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,12 +22,8 @@ PyTree = Any
 
 def devices_of(destinations: Any) -> tuple[jax.Device, ...]:
     """The devices that `destinations` stands for; none for values that are being traced."""
-    if isinstance(destinations, (str, list, tuple)) and not destinations:
-        raise _errors.empty_destinations()
-    if isinstance(destinations, (str, jax.Device)):
-        return (resolve(destinations),)
-    if isinstance(destinations, (list, tuple)) and all(isinstance(word, (str, jax.Device)) for word in destinations):
-        return tuple(resolve(word) for word in destinations)
+    if isinstance(destinations, (str, jax.Device, list, tuple)):
+        return _named(destinations)
     if isinstance(destinations, PerReplica):
         if destinations.form != PARTS:
             return devices_of(destinations.data)
@@ -40,9 +37,18 @@ def devices_of(destinations: Any) -> tuple[jax.Device, ...]:
     raise _errors.not_a_destination(destinations)
 
 
+def _named(words: str | jax.Device | Sequence[Any]) -> tuple[jax.Device, ...]:
+    words = [words] if isinstance(words, jax.Device) or words and isinstance(words, str) else list(words)
+    if not words:
+        raise _errors.empty_destinations()
+    if not all(isinstance(word, (str, jax.Device)) for word in words):
+        raise _errors.not_a_destination(words)
+    return tuple(map(resolve, words))
+
+
 def in_order(sharding: Sharding) -> tuple[jax.Device, ...]:
     """The devices of a sharding, in the order of its mesh if it has one."""
-    if isinstance(sharding, NamedSharding):
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         return tuple(sharding.mesh.devices.flat)
     return tuple(sorted(sharding.device_set, key=lambda device: device.id))
 

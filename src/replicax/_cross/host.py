@@ -120,14 +120,12 @@ def reduce_local(
     """One replica's part in a reduction: first along `axis`, then over the replicas; `valid` rows count, the first."""
     if axis is None:
         return all_reduce(op, x)
-    rows = None
+    count, rows = jnp.asarray(math.prod(x.shape[a] for a in axis)), None
     if valid is not None and 0 in [a % x.ndim for a in axis]:
         rows = (jnp.arange(x.shape[0]) < valid).reshape((-1,) + (1,) * (x.ndim - 1))
+        count = math.prod(x.shape[a] for a in axis if a % x.ndim) * valid
     if op is not ReduceOp.MEAN:
         return all_reduce(op, _along(op, x, axis, rows))
-    count = jnp.asarray(math.prod(x.shape[a] for a in axis))
-    if rows is not None:
-        count = math.prod(x.shape[a] for a in axis if a % x.ndim) * valid
     total, number = all_reduce(ReduceOp.SUM, (_along(ReduceOp.SUM, x, axis, rows), count))
     return total / number
 

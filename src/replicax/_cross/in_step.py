@@ -115,6 +115,8 @@ def _reduce_slices(op: ReduceOp, value: IndexedSlices, placement: Placement) -> 
 @functools.lru_cache(maxsize=256)
 def _gatherer(placement: Placement, axis: int) -> Callable[[jax.Array], jax.Array]:
     def gather(array: jax.Array) -> jax.Array:
+        if array.shape[axis] == 0:  # which XLA refuses
+            return jnp.zeros_like(array)
         return lax.all_gather(array, AXIS, axis=axis, tiled=True)
 
     gather.__name__ = gather.__qualname__ = GATHER_NAME
@@ -179,7 +181,7 @@ def _by_hooks(
 
 def _of_hook(ops: Any, result: Any, operand: jax.Array) -> jax.Array:
     if isinstance(result, PerReplica):
-        copies = result.data if result.form == PARTS else ()
+        copies: tuple[Any, ...] = result.data if result.form == PARTS else ()
         if len({id(copy) for copy in copies}) != 1:
             raise _errors.hook_returned_per_replica(ops, result)
         result = copies[0]
@@ -237,7 +239,7 @@ def _extreme(collective: Callable[..., jax.Array], array: jax.Array) -> jax.Arra
         return collective(x, AXIS)
 
     @extreme.defjvp
-    def rule(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
         ((x,), (tangent,)) = primals, tangents
         y = extreme(x)
         holds = (x == y).astype(y.dtype)

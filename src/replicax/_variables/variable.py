@@ -16,6 +16,7 @@ from replicax import _context, _errors, _jax
 from replicax._context import Kind, Mode
 from replicax._options import VariableAggregation, VariableSynchronization
 from replicax._variables import overlay, storage, sync
+from replicax._variables.scatter import Scatters
 
 if TYPE_CHECKING:
     from replicax._strategy.base import Strategy
@@ -43,7 +44,7 @@ def _wrapped(creator: Callable[..., Any], inner: Callable[..., Any]) -> Callable
     return lambda **kwargs: creator(inner, **kwargs)
 
 
-class Variable(metaclass=_Creating):
+class Variable(Scatters, metaclass=_Creating):
     """State that survives between steps: a weight, a running mean, a counter.
 
     Make it under ``strategy.scope()`` and use it in a step as if there were only one replica: read `value`, call
