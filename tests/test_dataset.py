@@ -24,6 +24,8 @@ from replicax._input.distribute import (
     make_numpy,
 )
 from replicax._input.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
+from replicax._placement import place_grid
+from replicax._strategy.base import Strategy
 
 PER_REPLICA = InputOptions(experimental_replication_mode=InputReplicationMode.PER_REPLICA)
 
@@ -800,3 +802,28 @@ def test_an_explanation_can_be_printed():
 )
 def test_an_explanation_gives_reasons(make, text):
     assert text in str(make().explain())
+
+
+# -- other placements
+
+
+def test_a_replica_of_several_devices_gets_its_rows_on_each():
+    strategy = Strategy(place_grid(jax.devices()[:4], {"model": 2}))
+
+    first, last = distribute_dataset(strategy, batched(7, 4))
+
+    assert [parts(strategy, element) for element in (first, last)] == [[[0, 1], [2, 3]], [[4, 5], [6]]]
+    assert {shard.data.shape for shard in last.data.addressable_shards} == {(2,)}
+    assert len(last.data.addressable_shards) == 4
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["compiled", "eager"])
+def test_a_mean_over_short_batches_is_the_same_compiled_and_eager(eager):
+    strategy = rx.MirroredStrategy(jax.devices()[:2], eager=eager)
+
+    means = [
+        float(strategy.reduce("mean", strategy.run(rx.mean, args=(x,)), axis=None))
+        for x in strategy.distribute_dataset(data.from_arrays(np.arange(7.0), 4))
+    ]
+
+    assert means == [1.5, 5.0]
