@@ -57,6 +57,7 @@ from replicax._options import VariableSynchronization as VariableSynchronization
 from replicax._run.function import function as function
 from replicax._run.steps import MultiStepContext as MultiStepContext
 from replicax._strategy.base import Strategy as Strategy
+from replicax._strategy.describe import visualize as visualize
 from replicax._strategy.extended import StrategyExtended as StrategyExtended
 from replicax._strategy.layout import PartitionRules as PartitionRules
 from replicax._strategy.layout import fully_sharded as fully_sharded

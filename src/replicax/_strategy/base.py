@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from replicax._placement import Placement
 from replicax._run import steps as _steps
 from replicax._run.cache import Programs
 from replicax._strategy import layout
+from replicax._strategy.describe import Description, describe
 from replicax._strategy.extended import StrategyExtended
 from replicax._strategy.layout import LayoutPolicy
 from replicax._values import TRACED, PerReplica, ValueContext
@@ -57,6 +59,7 @@ class Strategy:
         self.cross_device_ops = chosen(cross_device_ops)
         self.communication_options = communication_options or CommunicationOptions()
         self.layouts = variables
+        self.made: weakref.WeakSet[Variable] = weakref.WeakSet()
         self.programs = Programs(self)
         self.functions = Programs(self, Kind.CROSS)
         self.loops = Programs(self, Kind.CROSS, _steps.Loop)
@@ -393,6 +396,20 @@ class Strategy:
             return made[0]
         return _values.regroup(made, lambda parts: _values.lay_out(self.placement, parts), always_wrap=True)
 
+    # -- looking at it
+
+    def describe(self) -> Description:
+        """Which devices, which replicas, which variables: a table for a terminal, and its numbers as data.
+
+        >>> import jax, jax.numpy as jnp, replicax as rx
+        >>> strategy = rx.MirroredStrategy(jax.devices()[:2])
+        >>> with strategy.scope():
+        ...     w = rx.Variable(jnp.zeros((2, 3)), name="w")
+        >>> strategy.describe().variables
+        (VariablePlace(name='w', type='float32[2, 3]', kind='mirrored', layout='copies', bytes_per_device=24),)
+        """
+        return describe(self)
+
     # -- being a Python object
 
     def __repr__(self) -> str:
@@ -409,7 +426,9 @@ class Strategy:
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         for name, value in self.__dict__.items():
-            shared = isinstance(value, (Placement, Programs))
+            if name == "made":
+                value = weakref.WeakSet()
+            shared = isinstance(value, (Placement, Programs, weakref.WeakSet))
             twin.__dict__[name] = value if shared else copy.deepcopy(value, memo)
         twin.programs = Programs(twin)
         twin.functions = Programs(twin, Kind.CROSS)

@@ -112,6 +112,7 @@ class Variable(Scatters, metaclass=_Creating):
         self.layout = self.strategy.settle_layout(self)
         self._shared = False
         self._array = storage.rest(self, initial)
+        self.strategy.made.add(self)
 
     # -- reading
 
