@@ -63,8 +63,9 @@ def test_no_gpus_means_the_cpu():
         (lambda: tower.OneDeviceStrategy("cpu:0"), False),
         (lambda: tower.ParameterServerStrategy(), True),
         (lambda: tower.CollectiveAllReduceStrategy(), True),
+        (lambda: tpu(), False),
     ],
-    ids=["mirrored", "one-device", "parameter-server", "collective"],
+    ids=["mirrored", "one-device", "parameter-server", "collective", "tpu"],
 )
 def test_what_a_process_is_to_the_others(make, between_graph):
     distribution = make()
@@ -132,6 +133,42 @@ def test_parameter_servers_of_one_machine_keep_a_variable_once():
             distribution.update(5, lambda c: None)
         with pytest.raises(ValueError):
             distribution.reduce("sum", tower.PerDevice((1.0, 2.0)), "/job:worker/task:1")
+
+
+def tpu(**options):
+    return tower.TPUStrategy(rx.cluster_resolver.TPUClusterResolver("local"), steps_per_run=10, **options)
+
+
+def test_a_tpu_strategy_has_a_tower_on_each_core():
+    distribution = tpu(num_cores=3)
+
+    assert distribution.num_towers == 3 and distribution.worker_devices == jax.devices()[:3]
+    assert distribution.steps_per_run == 10
+    assert (distribution.num_hosts, distribution.num_towers_per_host) == (1, len(jax.devices()))
+    assert distribution.get_host_cpu_device(3) == "/replica:0/task:0/device:CPU:0"
+    assert not distribution.between_graph and distribution.should_init
+    assert distribution.initialize() is None and distribution.finalize() is None
+    assert tpu().num_towers == len(jax.devices())
+
+
+def test_a_tpu_strategy_takes_lists_of_the_towers_values():
+    distribution = tpu(num_cores=2)
+
+    with distribution.scope():
+        v = rx.Variable(0.0, aggregation="mean")
+        distribution.call_for_each_tower(lambda: v.assign_add(tower.get_tower_context().tower_id + 1.0))
+        assert v.numpy() == 1.5
+        assert distribution.unwrap([1, 2]) == [1, 2]
+        assert distribution.reduce("sum", [1.0, 2.0], "cpu:0") == 3.0
+        assert distribution.reduce("mean", [1.0, 2.0], "cpu:0") == 1.5
+        assert distribution.reduce("only_first_tower", [1.0, 2.0], "cpu:0") == 1.0
+        assert distribution.reduce("sum", tower.PerDevice((1.0, 2.0))) == 3.0
+
+
+def test_a_deep_copy_of_a_tpu_strategy_is_whole():
+    twin = copy.deepcopy(tpu(num_cores=2))
+
+    assert twin.num_towers == 2 and twin.steps_per_run == 10 and twin._tpu is twin._engine
 
 
 CLUSTER = {"worker": ["a:1", "b:1"], "ps": ["c:1"]}

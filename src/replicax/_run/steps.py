@@ -66,7 +66,9 @@ class MultiStepContext:
     def __init__(self) -> None:
         self._outputs: dict[str, Any] = {}
         self._objects: dict[str, Any] = {}
-        self.run_op: None = None
+
+    @property
+    def run_op(self) -> None:
         """Nothing is left to be carried out when `run_steps` has returned. Kept for callers of tf.distribute."""
 
     @property

@@ -425,6 +425,7 @@ class Strategy:
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
         twin = object.__new__(type(self))
         memo[id(self)] = twin
+        memo |= {id(device): device for device in jax.devices()}  # there is one of each
         for name, value in self.__dict__.items():
             if name == "made":
                 value = weakref.WeakSet()

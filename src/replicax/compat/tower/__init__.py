@@ -33,6 +33,7 @@ from replicax.compat.tower._strategies import CollectiveAllReduceStrategy as Col
 from replicax.compat.tower._strategies import MirroredStrategy as MirroredStrategy
 from replicax.compat.tower._strategies import OneDeviceStrategy as OneDeviceStrategy
 from replicax.compat.tower._strategies import ParameterServerStrategy as ParameterServerStrategy
+from replicax.compat.tower._strategies import TPUStrategy as TPUStrategy
 from replicax.compat.tower._strategy import DistributionStrategy as DistributionStrategy
 from replicax.compat.tower._update_context import UpdateContext as UpdateContext
 from replicax.compat.tower._update_context import get_update_device as get_update_device

@@ -12,11 +12,14 @@ from replicax._errors import ClusterError, NotAvailableError
 from replicax._strategy.central_storage import CentralStorageStrategy as CentralStorage
 from replicax._strategy.mirrored import MirroredStrategy as Mirrored
 from replicax._strategy.one_device import OneDeviceStrategy as OneDevice
-from replicax.cluster import validate_cluster
+from replicax._strategy.tpu import TPUStrategy as TPU
+from replicax.cluster import TPUClusterResolver, validate_cluster
 from replicax.cluster._roles import CHIEF, PS, WORKER
 from replicax.compat.tower import _refusals
 from replicax.compat.tower._cross_tower_ops import as_cross_device_ops
+from replicax.compat.tower._reduce import REQUIRED
 from replicax.compat.tower._strategy import DistributionStrategy
+from replicax.compat.tower._values import PerDevice
 
 
 class MirroredStrategy(DistributionStrategy):
@@ -129,6 +132,71 @@ class ParameterServerStrategy(DistributionStrategy):
         """Turns it into one worker of a cluster; without one it stays what it is."""
         if cluster_spec:
             raise _no_cluster("ParameterServerStrategy", cluster_spec, task_type, task_id, needs=PS)
+
+
+class TPUStrategy(DistributionStrategy):
+    """One tower on each core of a TPU slice.
+
+    With ``TPUClusterResolver("local")`` the cores are the devices of this process, whatever they are.
+
+    Args:
+      tpu_cluster_resolver: Which slice.
+      steps_per_run: How many steps a training loop should take at once; nothing here asks for it.
+      num_cores: Uses only so many cores.
+
+    >>> from replicax.compat import tower
+    >>> from replicax.cluster import TPUClusterResolver
+    >>> distribution = tower.TPUStrategy(TPUClusterResolver("local"), steps_per_run=100, num_cores=2)
+    >>> distribution.num_towers, distribution.num_hosts, distribution.steps_per_run
+    (2, 1, 100)
+    """
+
+    def __init__(
+        self,
+        tpu_cluster_resolver: TPUClusterResolver | None = None,
+        steps_per_run: int | None = None,
+        num_cores: int | None = None,
+        *,
+        eager: bool = False,
+    ) -> None:
+        self._tpu = TPU(tpu_cluster_resolver, steps_per_run=steps_per_run, num_cores=num_cores, eager=eager)
+        self._over(self._tpu)
+
+    @property
+    def steps_per_run(self) -> int:
+        """How many steps a training loop should take at once."""
+        return self._tpu.steps_per_run
+
+    @property
+    def num_hosts(self) -> int:
+        """How many hosts the slice has."""
+        return self._tpu.num_hosts
+
+    @property
+    def num_towers_per_host(self) -> int:
+        """How many towers each host has."""
+        return self._tpu.num_replicas_per_host
+
+    def get_host_cpu_device(self, host_id: int) -> str:
+        """The name of the CPU of a host."""
+        return self._tpu.get_host_cpu_device(host_id)
+
+    def unwrap(self, value: Any) -> list[Any]:
+        """As for every strategy; a list is taken as a list of the towers' values, which is what it was here in 2018."""
+        return value if isinstance(value, list) else super().unwrap(value)
+
+    def reduce(
+        self,
+        aggregation: Any = None,
+        value: Any = REQUIRED,
+        destinations: Any = None,
+        *,
+        method_string: Any = None,
+        reduce_op: Any = None,
+    ) -> Any:
+        """As for every strategy; a list is taken as a list of the towers' values."""
+        value = PerDevice(tuple(value)) if isinstance(value, list) else value
+        return super().reduce(aggregation, value, destinations, method_string=method_string, reduce_op=reduce_op)
 
 
 def _no_cluster(
