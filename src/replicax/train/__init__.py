@@ -1,7 +1,10 @@
-"""What does a training run need beyond a step? Checkpoints, and keeping the good ones."""
+"""What does a training run need beyond a step? A loop, checkpoints and keeping the good ones, gradients in 16 bits."""
 
 from replicax.train._checkpoint import Checkpoint as Checkpoint
 from replicax.train._checkpoint import RestoreStatus as RestoreStatus
+from replicax.train._loop import Run as Run
+from replicax.train._loop import evaluation as evaluation
+from replicax.train._loop import fit as fit
 from replicax.train._manager import CheckpointManager as CheckpointManager
 from replicax.train._manager import latest_checkpoint as latest_checkpoint
 from replicax.train._monitor import Monitor as Monitor

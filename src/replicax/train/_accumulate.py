@@ -45,7 +45,7 @@ def accumulate(
     ...     opt.apply_gradients(zip(gradients, [w]))
     >>> for rows in strategy.distribute_dataset([jnp.arange(16.0)]):
     ...     strategy.run(step, (rows,))
-    >>> print(w.numpy())
+    >>> print(w.numpy().round(3))
     0.25
     """
     if microbatches < 1 or combine not in ("mean", "sum"):

@@ -1,0 +1,322 @@
+"""What does the loop around a step do? `fit`: progress, logs, evaluation, saving, stopping, going on where it was."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from replicax import _context
+from replicax._errors import InputError, NotAvailableError, message
+from replicax._input.dataset import is_distributed
+from replicax._values import PerReplica
+from replicax.metrics import Metric
+from replicax.train._manager import CheckpointManager
+
+Numbers = dict[str, float]
+
+
+@dataclasses.dataclass
+class Run:
+    """How far a call of `fit` came."""
+
+    step: int
+    """How many steps are done, those of earlier runs included."""
+    numbers: Numbers
+    """The last reported ones: of the step, and of the evaluation."""
+    ended: Literal["steps", "data", "stop", "interrupt"]
+    """Why it ended: all steps were taken, the data ended, `stop` said so, or somebody pressed Ctrl-C."""
+
+
+def fit(
+    step: Callable[..., Any],
+    dataset: Any,
+    *,
+    steps: int | None = None,
+    manager: CheckpointManager | None = None,
+    save_every: int = 1000,
+    evaluate: Callable[[], Mapping[str, Any]] | None = None,
+    evaluate_every: int | None = None,
+    report_every: int = 50,
+    stop: Callable[[Numbers], bool] | None = None,
+    log_dir: str | None = None,
+    progress: bool | None = None,
+) -> Run:
+    """Runs `step` on batch after batch, under the strategy in force.
+
+    For the loop that would otherwise be written anew in each program; there is nothing in it that you could not write.
+    With a `manager` it begins with the newest checkpoint, so that the same command goes on where it was; put the
+    dataset into the checkpoint too, and it also goes on at the same batch. Ctrl-C ends the run after the step under way
+    and saves it; a second one breaks off.
+
+    Args:
+      step: A replica function. What it returns is reported: a number, called ``loss``, or a dict of numbers, each
+        averaged over the replicas.
+      dataset: A distributed dataset, or what `strategy.distribute_dataset` takes. A tuple is several arguments.
+      steps: How many steps there shall be, those of earlier runs included. The data is gone through again as often as
+        it takes; None goes through it once.
+      manager: Where to save: after every `save_every` steps and at the end.
+      evaluate: Returns numbers; called after every `evaluate_every` steps and at the end. See `evaluation`.
+      report_every: After how many steps the numbers are fetched from the devices, which waits for the step to finish.
+      stop: Told the numbers whenever there are new ones; True ends the run.
+      log_dir: Where to write TensorBoard events.
+      progress: Whether to draw a progress bar; by default if somebody is watching.
+
+    >>> import jax.numpy as jnp, replicax as rx
+    >>> w = rx.Variable(4.0)
+    >>> def step(x):
+    ...     w.assign_sub(0.5 * w.value)
+    ...     return w.value
+    >>> run = rx.train.fit(step, [jnp.ones(2)] * 2, steps=5, progress=False)
+    >>> run.step, run.numbers
+    (5, {'loss': 0.125})
+    """
+    strategy = _context.get_strategy()
+    data = dataset if is_distributed(dataset) else strategy.distribute_dataset(dataset)
+    loop = _Loop(strategy, report_every, manager, save_every, evaluate, evaluate_every, stop)
+    done = 0 if manager is None else manager.restore_latest() or 0
+    shown = strategy.is_chief and (sys.stderr.isatty() if progress is None else progress)
+    with _bar(shown) as bar, _events(log_dir if strategy.is_chief else None) as events, _Interrupt() as interrupt:
+        loop.sinks = [bar.show, events]
+        bar.begin(done, steps if steps is not None else _length(data))
+        return loop.run(step, data, done, steps, interrupt)
+
+
+def evaluation(step: Callable[..., Any], dataset: Any, metrics: Mapping[str, Metric]) -> Callable[[], Numbers]:
+    """What `fit` calls to evaluate: metrics over a whole dataset, exact also where its last batch is short.
+
+    >>> import jax.numpy as jnp, replicax as rx
+    >>> mean = rx.metrics.Mean()
+    >>> evaluate = rx.train.evaluation(lambda x: mean.update(x), [jnp.arange(4.0), jnp.array([9.0])], {"mean": mean})
+    >>> evaluate()
+    {'mean': 3.0}
+
+    Args:
+      step: A replica function that updates the metrics.
+      dataset: Gone through from the beginning each time.
+      metrics: What to report, by name.
+    """
+    strategy = _context.get_strategy()
+    data = dataset if is_distributed(dataset) else strategy.distribute_dataset(dataset)
+
+    def evaluate() -> Numbers:
+        for metric in metrics.values():
+            metric.reset()
+        for batch in data:
+            strategy.run(step, _arguments(batch))
+        return {name: float(metric.result()) for name, metric in metrics.items()}
+
+    return evaluate
+
+
+class _Loop:
+    def __init__(
+        self,
+        strategy: Any,
+        report_every: int,
+        manager: CheckpointManager | None,
+        save_every: int,
+        evaluate: Callable[[], Mapping[str, Any]] | None,
+        evaluate_every: int | None,
+        stop: Callable[[Numbers], bool] | None,
+    ) -> None:
+        self.strategy = strategy
+        self.report_every = report_every
+        self.manager = manager
+        self.save_every = save_every
+        self.evaluate = evaluate
+        self.evaluate_every = evaluate_every
+        self.stop = stop
+        self.sinks: list[Callable[[int, Numbers], None]] = []
+        self.numbers: Numbers = {}
+        self.alone = len({device.process_index for device in strategy.placement.mesh.devices.flat}) == 1
+
+    def run(self, step: Callable[..., Any], data: Any, done: int, steps: int | None, interrupt: _Interrupt) -> Run:
+        begun, ended, out = done, "data" if steps is None else "steps", None
+        for batch in _batches(data, done, steps):
+            out = self.strategy.run(step, _arguments(batch))
+            done += 1
+            reported = done % self.report_every == 0
+            if reported:
+                self._report(done, self._fetched(out))
+            evaluated = self.evaluate_every is not None and done % self.evaluate_every == 0
+            if evaluated:
+                self._evaluate(done)
+            if self.manager is not None and done % self.save_every == 0:
+                self.manager.save(done, force=True)
+            wish = self._wish(reported or evaluated, interrupt)
+            if wish:
+                ended = wish
+                break
+        if done > begun:
+            self._finish(done, out)
+        return Run(done, self.numbers, ended)  # type: ignore[arg-type]
+
+    def _finish(self, done: int, out: Any) -> None:
+        if done % self.report_every:
+            self._report(done, self._fetched(out))
+        if self.evaluate_every is None or done % self.evaluate_every:
+            self._evaluate(done)
+        if self.manager is not None:
+            if done % self.save_every:
+                self.manager.save(done, force=True)
+            self.manager.wait_until_finished()
+
+    def _wish(self, news: bool, interrupt: _Interrupt) -> str | None:
+        """Why the run should end now, on all processes or on none."""
+        if not (self.alone or news):
+            return None  # the others are not asking either
+        stopping = news and self.stop is not None and bool(self.stop(dict(self.numbers)))
+        if self.alone:
+            return "interrupt" if interrupt.asked else "stop" if stopping else None
+        interrupted, stopping = self._any([interrupt.asked, stopping])
+        return "interrupt" if interrupted else "stop" if stopping else None
+
+    def _any(self, flags: list[bool]) -> list[bool]:
+        """Each flag, or'ed over the processes."""
+        here = tuple(np.array(flags, np.int32) for _ in self.strategy.placement.local_replicas)
+        return [bool(flag) for flag in np.asarray(self.strategy.run(_most, (PerReplica(here),)))]
+
+    def _fetched(self, out: Any) -> Numbers:
+        if out is None:
+            return {}
+        named = out if isinstance(out, Mapping) else {"loss": out}
+        return {name: float(np.asarray(self.strategy.reduce("mean", value))) for name, value in named.items()}
+
+    def _evaluate(self, done: int) -> None:
+        if self.evaluate is not None:
+            self._report(done, {name: float(np.asarray(value)) for name, value in self.evaluate().items()})
+
+    def _report(self, done: int, numbers: Numbers) -> None:
+        self.numbers |= numbers
+        for sink in self.sinks:
+            sink(done, numbers)
+
+
+def _most(flags: Any) -> Any:
+    context = _context.get_replica_context()
+    assert context is not None
+    return context.all_reduce("max", jnp.asarray(flags))
+
+
+def _batches(data: Any, done: int, steps: int | None) -> Iterator[Any]:
+    """The batches that are left, pass after pass; one pass if there is no number of steps."""
+    while steps is None or done < steps:
+        before = done
+        for batch in data:
+            yield batch
+            done += 1
+            if steps is not None and done >= steps:
+                return
+        if steps is None:
+            return
+        if done == before:
+            raise _no_data(steps, done)
+
+
+def _arguments(batch: Any) -> tuple[Any, ...]:
+    return batch if isinstance(batch, tuple) else (batch,)
+
+
+def _length(data: Any) -> int | None:
+    try:
+        return len(data)
+    except TypeError:  # never ends, or nobody knows where
+        return None
+
+
+class _Interrupt:
+    """Notes Ctrl-C instead of breaking off in the middle of a step. The second one does what Ctrl-C did before."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> _Interrupt:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._restore()
+
+    def _note(self, number: int, frame: object) -> None:
+        self.asked = True
+        self._restore()
+
+    def _restore(self) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+            self._before = None
+
+
+class _Bar:
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("training", total=None, rate="", numbers="")
+        self._begun = 0
+
+    def begin(self, done: int, total: int | None) -> None:
+        self._begun = done
+        self._progress.update(self._task, total=total, completed=done)
+
+    def show(self, done: int, numbers: Numbers) -> None:
+        task = self._progress.tasks[0]
+        rate = (done - self._begun) / task.elapsed if task.elapsed else 0.0
+        words = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+        self._progress.update(self._task, completed=done, rate=f"{rate:.1f} steps/s", numbers=words)
+        self._progress.refresh()
+
+
+@contextlib.contextmanager
+def _bar(shown: bool) -> Iterator[_Bar]:
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
+        TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[numbers]}"),
+    )  # fmt: skip
+    # Refreshed when there are numbers to show: a thread that draws would compete with the step.
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False, disable=not shown) as progress:
+        yield _Bar(progress)
+
+
+@contextlib.contextmanager
+def _events(log_dir: str | None) -> Iterator[Callable[[int, Numbers], None]]:
+    """Writes numbers as TensorBoard events; nothing without a directory."""
+    if log_dir is None:
+        yield lambda done, numbers: None
+        return
+    try:
+        from tensorboardX import SummaryWriter
+    except ModuleNotFoundError:
+        raise NotAvailableError(
+            "rx.train.fit(log_dir=...) writes with tensorboardX: pip install 'replicax[tensorboard]'"
+        ) from None
+    with SummaryWriter(log_dir) as writer:
+
+        def write(done: int, numbers: Numbers) -> None:
+            for name, value in numbers.items():
+                writer.add_scalar(name, value, done)
+
+        yield write
+
+
+def _no_data(steps: int, done: int) -> InputError:
+    return InputError(
+        message(
+            f"`rx.train.fit(step, dataset, steps={steps})` found no batch in the dataset after {done} steps",
+            why="More steps are to be taken, so the data was begun again, and ended before its first batch.",
+            instead=[
+                "pass a dataset that can be gone through again: a list, `rx.data.from_arrays`, not a generator",
+                f"take as many steps as there is data for: `steps={done}`, or leave `steps` out",
+            ],
+        )
+    )

@@ -1,0 +1,212 @@
+"""`fit` takes the steps it should, reports what they gave, and goes on where it was."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import jax
+import numpy as np
+import pytest
+
+import replicax as rx
+from tests.fresh import SETTINGS
+
+STRATEGIES = {
+    "one-device": lambda: rx.OneDeviceStrategy("cpu:0"),
+    "mirrored-2": lambda: rx.MirroredStrategy(jax.devices()[:2]),
+}
+
+
+@pytest.fixture(params=STRATEGIES.values(), ids=STRATEGIES.keys())
+def strategy(request):
+    return request.param()
+
+
+class Summing:
+    """Adds up the rows it is given; the reported loss is the share of each replica in the mean of the batch."""
+
+    def __init__(self, strategy, batches=5):
+        self.strategy = strategy
+        self.data = strategy.distribute_dataset([np.full(4, float(i), np.float32) for i in range(1, batches + 1)])
+        with strategy.scope():
+            self.total = rx.Variable(0.0, name="total", aggregation="sum")
+
+    def step(self, x):
+        self.total.assign_add(x.sum())
+        return rx.mean(x)
+
+    def fit(self, **options):
+        with self.strategy.scope():
+            return rx.train.fit(self.step, self.data, progress=False, **options)
+
+    def manager(self, directory):
+        checkpoint = rx.train.Checkpoint(total=self.total, data=self.data)
+        return rx.train.CheckpointManager(checkpoint, directory, async_save=False)
+
+
+def test_goes_through_the_data_once(strategy):
+    model = Summing(strategy)
+
+    run = model.fit()
+
+    assert (run.step, run.ended, run.numbers) == (5, "data", {"loss": 5.0})
+    assert float(model.total) == 4 * 15
+
+
+def test_goes_through_the_data_as_often_as_it_takes(strategy):
+    model = Summing(strategy)
+
+    run = model.fit(steps=12)
+
+    assert (run.step, run.ended) == (12, "steps")
+    assert float(model.total) == 4 * (15 + 15 + 3)
+
+
+def test_the_same_command_goes_on_where_it_was(strategy, tmp_path):
+    first = Summing(strategy)
+    first.fit(steps=7, manager=first.manager(tmp_path))
+
+    again = Summing(strategy)
+    run = again.fit(steps=12, manager=again.manager(tmp_path))
+
+    assert run.step == 12
+    assert float(again.total) == 4 * (15 + 15 + 3)
+    assert again.fit(steps=12, manager=again.manager(tmp_path)).step == 12
+    assert float(again.total) == 4 * (15 + 15 + 3)
+
+
+def test_saves_every_few_steps_and_at_the_end(strategy, tmp_path):
+    model = Summing(strategy)
+    manager = model.manager(tmp_path)
+
+    model.fit(manager=manager, save_every=2)
+
+    assert manager.all_steps == [2, 4, 5]
+
+
+def test_evaluates_exactly_and_reports(strategy):
+    model = Summing(strategy)
+    with strategy.scope():
+        mean = rx.metrics.Mean()
+        evaluate = rx.train.evaluation(lambda x: mean.update(x), [np.arange(4.0), np.array([9.0])], {"mean": mean})
+    calls = []
+
+    run = model.fit(evaluate=lambda: calls.append(1) or evaluate(), evaluate_every=2)
+
+    assert run.numbers == {"loss": 5.0, "mean": 3.0}
+    assert len(calls) == 3
+
+
+def test_stops_when_told_to(strategy):
+    model = Summing(strategy)
+
+    run = model.fit(steps=100, report_every=1, stop=lambda numbers: numbers["loss"] >= 3)
+
+    assert (run.step, run.ended) == (3, "stop")
+
+
+def test_a_dict_of_numbers_is_reported_by_name(strategy):
+    with strategy.scope():
+        run = rx.train.fit(lambda x: {"a": x.sum() * 0 + 1, "b": rx.mean(x)}, [np.ones(2)] * 2, progress=False)
+
+    assert run.numbers == {"a": 1.0, "b": 1.0}
+
+
+def test_writes_tensorboard_events(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboardX")
+    model = Summing(rx.OneDeviceStrategy("cpu:0"))
+
+    with monkeypatch.context() as environment:
+        environment.setenv("CRC32C_SW_MODE", "auto")  # tensorboardX sets it when it is imported
+        model.fit(log_dir=str(tmp_path / "log"), report_every=1)
+
+    (file,) = (tmp_path / "log").iterdir()
+    assert file.read_bytes().count(b"loss") == 5
+
+
+def test_without_tensorboardx_one_line_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+
+    with pytest.raises(NotImplementedError, match=r"pip install 'replicax\[tensorboard\]'"):
+        rx.train.fit(lambda x: None, [np.ones(2)], log_dir=str(tmp_path), progress=False)
+
+
+def test_a_bar_shows_progress(capsys):
+    model = Summing(rx.OneDeviceStrategy("cpu:0"))
+
+    with model.strategy.scope():
+        rx.train.fit(model.step, model.data, steps=5, progress=True, report_every=1)
+
+    shown = capsys.readouterr().err
+    assert "5/5" in shown
+    assert "steps/s" in shown
+
+
+def test_a_generator_cannot_be_gone_through_again():
+    strategy = rx.OneDeviceStrategy("cpu:0")
+
+    with strategy.scope(), pytest.raises((ValueError, RuntimeError)):
+        rx.train.fit(lambda x: None, (np.ones(2) for _ in range(3)), steps=10, progress=False)
+
+
+def test_an_empty_dataset_is_named():
+    with pytest.raises(ValueError, match="found no batch"):
+        rx.train.fit(lambda x: None, [], steps=1, progress=False)
+
+
+def test_an_interrupt_ends_after_the_step_under_way_and_saves(tmp_path):
+    strategy = rx.OneDeviceStrategy("cpu:0")
+    model = Summing(strategy)
+    manager = model.manager(tmp_path)
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupted(numbers):
+        if numbers["loss"] == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return False
+
+    run = model.fit(steps=100, manager=manager, report_every=1, stop=interrupted)
+
+    assert run.ended == "interrupt"
+    assert run.step in (3, 4)
+    assert manager.all_steps == [run.step]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.processes
+def test_ctrl_c_leaves_a_program_cleanly_and_the_same_command_goes_on(tmp_path):
+    program = textwrap.dedent(f"""
+        import sys, numpy as np, replicax as rx
+        w = rx.Variable(0, name="w")
+        data = rx.get_strategy().distribute_dataset([np.ones(2)] * 7)
+        manager = rx.train.CheckpointManager(rx.train.Checkpoint(w=w, data=data), {str(tmp_path)!r})
+        def stop(numbers):
+            print("step", int(numbers["step"]), flush=True)
+            return False
+        def step(x):
+            return {{"step": w.assign_add(1)}}
+        run = rx.train.fit(step, data, steps=int(sys.argv[1]), manager=manager, report_every=1, stop=stop)
+        print("ended", run.ended, run.step, int(w), flush=True)
+    """)
+    environment = {name: value for name, value in os.environ.items() if name not in SETTINGS}
+
+    def start(steps):
+        return subprocess.Popen(
+            [sys.executable, "-c", program, str(steps)], env=environment, stdout=subprocess.PIPE, text=True
+        )
+
+    with start(10**9) as first:
+        while first.stdout.readline() != "step 20\n":
+            pass
+        first.send_signal(signal.SIGINT)
+        out, _ = first.communicate(timeout=60)
+    word, why, step, w = out.splitlines()[-1].split()
+    assert (first.returncode, word, why) == (0, "ended", "interrupt")
+    assert int(step) == int(w) >= 20
+
+    with start(int(step) + 5) as second:
+        out, _ = second.communicate(timeout=60)
+    assert out.splitlines()[0] == f"step {int(step) + 1}"
+    assert out.splitlines()[-1] == f"ended steps {int(step) + 5} {int(step) + 5}"
