@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; 
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 10 --timeout 180
 
 .DEFAULT_GOAL := install
-.PHONY: install demo test check lint layout types format docs bench clean help
+.PHONY: install demo test check lint layout types format docs bench bench-env clean help
 
 install: $(VENV)/.installed  ## build .venv with everything the tests and the docs use (default)
 
@@ -47,10 +47,14 @@ docs: install  ## build the site into site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: install  ## measure the step against hand-written JAX
-	$(BIN)/replicax bench $(ARGS)
+	$(BIN)/python -m benchmarks.step_overhead $(ARGS)
+
+bench-env:  ## the environment with TensorFlow and torch, for benchmarks against them
+	python3 -m venv .bench-venv
+	.bench-venv/bin/pip install --quiet -c constraints-bench.txt torch tensorflow-cpu numpy rich scikit-learn
 
 clean:  ## remove what the other targets made
 	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 10
