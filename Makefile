@@ -51,7 +51,7 @@ bench: install  ## measure the step against hand-written JAX
 
 bench-env:  ## the environment with TensorFlow and torch, for benchmarks against them
 	python3 -m venv .bench-venv
-	.bench-venv/bin/pip install --quiet -c constraints-bench.txt torch tensorflow-cpu numpy rich scikit-learn
+	.bench-venv/bin/pip install --quiet -c constraints-bench.txt torch==2.13.0 tensorflow-cpu numpy rich scikit-learn
 
 clean:  ## remove what the other targets made
 	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache
