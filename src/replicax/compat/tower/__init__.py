@@ -25,7 +25,6 @@ from replicax.compat.tower._cross_tower_ops import (
 from replicax.compat.tower._input import InputIterator as InputIterator
 from replicax.compat.tower._input import PerDeviceDataset as PerDeviceDataset
 from replicax.compat.tower._server import run_standard_tensorflow_server as run_standard_tensorflow_server
-from replicax.compat.tower._steps import Monitor as Monitor
 from replicax.compat.tower._steps import StandardInputStep as StandardInputStep
 from replicax.compat.tower._steps import StandardSingleLossStep as StandardSingleLossStep
 from replicax.compat.tower._steps import Step as Step
@@ -40,6 +39,7 @@ from replicax.compat.tower._update_context import get_update_device as get_updat
 from replicax.compat.tower._values import MapOutput as MapOutput
 from replicax.compat.tower._values import Mirrored as Mirrored
 from replicax.compat.tower._values import PerDevice as PerDevice
+from replicax.train._monitor import Monitor as Monitor
 
 
 def _show_public_names() -> None:

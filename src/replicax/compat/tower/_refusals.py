@@ -25,10 +25,6 @@ class NoDevicesError(DeviceError, AssertionError):
     """A list of devices without a device in it."""
 
 
-class LoopValuesError(ContextError, AssertionError, ValueError):
-    """An output of a multi-step run that was given in a way that cannot be carried from step to step."""
-
-
 def needs_scope(call: str, strategy: Any) -> ContextError:
     return ContextError(
         message(
@@ -167,7 +163,3 @@ def wrong_task(strategy: str, task_type: str, jobs: Any) -> ClusterError:
     return ClusterError(
         f"{strategy}.configure(task_type={task_type!r}): a chief or a worker trains; the jobs are {list(jobs)}."
     )
-
-
-def session_given() -> InputError:
-    return InputError("Monitor(step, session=...): Should not provide a session. Steps are carried out when called.")

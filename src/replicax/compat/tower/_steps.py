@@ -1,18 +1,15 @@
-"""How was a training loop written in 2018? `Step` and its standard kinds, driven by a `Monitor`."""
+"""How was a training step written in 2018? `Step` and its standard kinds, for a `Monitor` to drive."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import optax
 
-from replicax._errors import OutOfRangeError
 from replicax._run.steps import MultiStepContext
 from replicax._variables import gradients, overlay
 from replicax._variables.variable import Variable
-from replicax.compat.tower import _refusals
 from replicax.compat.tower._input import InputIterator
 from replicax.compat.tower._strategy import DistributionStrategy
 from replicax.optim import Optimizer
@@ -72,6 +69,7 @@ class StandardSingleLossStep(StandardInputStep):
     >>> dataset_fn = lambda: [np.ones(4, np.float32)] * 20
     >>> step = tower.StandardSingleLossStep(dataset_fn, loss_fn, optax.sgd(0.1), distribution, iterations_per_step=5)
     >>> tower.Monitor(step).run_steps(2)
+    2
     >>> bool(abs(w.numpy() - 3) < 0.01)
     True
     """
@@ -139,27 +137,3 @@ class _Later(MultiStepContext):
 
     def set_non_tensor_output(self, name: str, output: Any) -> None:
         self.non_tensor_outputs[name] = output
-
-
-class Monitor:
-    """Calls a step again and again.
-
-    Args:
-      step_callable: The step.
-      session: There are no sessions here; giving one is an error.
-    """
-
-    def __init__(self, step_callable: Callable[[], Any], session: None = None) -> None:
-        if session is not None:
-            raise _refusals.session_given()
-        self._step = step_callable
-
-    def run_steps(self, num_steps: int | None = None) -> None:
-        """Takes `num_steps` steps, or as many as there is data for; None goes on until the data ends."""
-        done = 0
-        while num_steps is None or done < num_steps:
-            try:
-                jax.block_until_ready(self._step())
-            except OutOfRangeError:
-                return
-            done += 1
