@@ -73,7 +73,7 @@ def test_every_element_has_the_shape_of_a_full_one():
     elements = list(distribute_dataset(strategy, batched(21, 10)))
 
     assert {element.data.shape for element in elements} == {(12,)}
-    assert {element.mask.shape for element in elements} == {(4, 2)}
+    assert {element.mask.shape for element in elements} == {(4, 3)}
     assert len({jax.tree.structure(element) for element in elements}) == 1
 
 
@@ -91,7 +91,7 @@ def test_the_mask_counts_rows_here_and_everywhere():
 
     (element,) = distribute_dataset(strategy, [np.arange(6)])
 
-    assert np.asarray(element.mask).tolist() == [[2, 6], [2, 6], [1, 6], [1, 6]]
+    assert np.asarray(element.mask)[:, :2].tolist() == [[2, 6], [2, 6], [1, 6], [1, 6]]
 
 
 def test_padding_repeats_real_rows():
@@ -129,7 +129,7 @@ def test_a_mask_is_sent_once_and_again_after_a_step_took_it():
     iterator = iter(distribute_dataset(mirrored(2), iter([np.arange(4)] * 2)))
     next(iterator).mask.delete()
 
-    assert np.asarray(next(iterator).mask).tolist() == [[2, 4], [2, 4]]
+    assert np.asarray(next(iterator).mask)[:, :2].tolist() == [[2, 4], [2, 4]]
 
 
 def test_a_tree_keeps_its_structure_and_types():
@@ -319,7 +319,7 @@ def test_element_spec_describes_every_element_and_loses_none():
 
     spec = dataset.element_spec
 
-    assert (spec.data.shape, spec.data.dtype, spec.mask.shape) == ((4, 3), jnp.float32, (2, 2))
+    assert (spec.data.shape, spec.data.dtype, spec.mask.shape) == ((4, 3), jnp.float32, (2, 3))
     assert spec.data.sharding == strategy.placement.split
     assert len(list(dataset)) == 2
 
@@ -451,7 +451,7 @@ def test_without_the_remainder_there_are_full_batches_only():
 def test_a_replica_without_data_is_masked_altogether():
     *_, last = distribute_from_function(mirrored(2), lambda context: batched(3, 1))
 
-    assert np.asarray(last.mask).tolist() == [[1, 1], [0, 1]]
+    assert np.asarray(last.mask)[:, :2].tolist() == [[1, 1], [0, 1]]
     assert np.asarray(last.data).tolist()[0] == 2
 
 
@@ -492,7 +492,7 @@ def test_scalars_are_stacked_and_the_odd_one_is_kept():
     elements = list(distribute_from_function(mirrored(2), lambda context: range(5)))
 
     assert [np.asarray(element.data).tolist() for element in elements[:2]] == [[0, 1], [2, 3]]
-    assert (np.asarray(elements[2].data)[0], np.asarray(elements[2].mask).tolist()) == (4, [[1, 1], [0, 1]])
+    assert (np.asarray(elements[2].data)[0], np.asarray(elements[2].mask)[:, :2].tolist()) == (4, [[1, 1], [0, 1]])
 
 
 def test_a_generator_is_made_anew_for_each_pass():

@@ -467,8 +467,8 @@ def a_mean_over_padding(b):
     def step(x):
         return x.mean()  # HERE
 
-    for x in b.s.distribute_dataset(rx.data.from_arrays(np.ones((6, 2), np.float32), batch_size=4)):
-        b.s.run(step, (x,))
+    dataset = b.s.distribute_dataset(rx.data.from_arrays(np.ones((6, 2), np.float32), batch_size=4))
+    b.s.run(step, (next(iter(dataset)),))  # a full one: the short one is yet to come
 
 
 @wrong(rx.InputError, "from_arrays")

@@ -594,11 +594,11 @@ def wrong_collective(fn: Any, finding: Any) -> LocalityError:
 
 
 def averages_padding(fn: Any, site: Any, counts: Any, rows: int) -> LocalityError:
+    padded = [f"replica {i}  {count} of {rows} rows are real" for i, count in enumerate(map(int, counts)) if count < rows]
     return LocalityError(
         message(
             f"`{_name(fn)}` combines the rows of a padded batch at {site} without asking which of them are real",
-            [f"replica {i}  {int(count[0] if getattr(count, 'ndim', 0) else count)} of {rows} rows are real"
-             for i, count in enumerate(counts)],
+            padded or ["this batch is full; the last one of the dataset is short"],
             "Padding would count as data.",
             [
                 "rx.mean(per_example_loss), the mean over the real rows",
@@ -606,7 +606,7 @@ def averages_padding(fn: Any, site: Any, counts: Any, rows: int) -> LocalityErro
                 "drop the short batch: from_arrays(..., drop_remainder=True)",
             ],
         )
-    )  # fmt: skip
+    )
 
 
 def duplicate_devices(devices: Sequence[Any]) -> DeviceError:

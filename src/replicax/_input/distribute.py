@@ -56,7 +56,9 @@ def distribute_dataset(strategy: Strategy, dataset: Any, options: InputOptions |
         return _each_process_by_itself(placement, source, options, why)
     if shard == "files" and len(_processes(placement)) > 1:
         return _each_process_its_files(placement, source, options, why)
-    padding = Padding(source.batch_size, _needs_none(source, placement), options.short_batches == "refuse")
+    promised = _needs_none(source, placement)
+    short_ahead = not promised and source.last_rows is not None
+    padding = Padding(source.batch_size, promised, short_ahead, options.short_batches == "refuse")
     feed = Feed(placement, options.fetch_to_device)
     processes = _processes(placement)
     return DistributedDataset(
@@ -250,7 +252,7 @@ def _by_replica(
     promised = alone and _complete(pipelines, len(feed.readers))
     sizes = [source.batch_size for source in pipelines]
     full = None if None in sizes else max(size for size in sizes if size is not None)
-    padding = Padding(full, promised, options.short_batches == "refuse")
+    padding = Padding(full, promised, refuse=options.short_batches == "refuse")
 
     def open_steps() -> Steps:
         agreement: Agreement = Alone() if alone else Together(processes, pipelines[0].name)

@@ -33,7 +33,7 @@ class Feed:
         grid = placement.mesh.devices.reshape(placement.replicas, -1)
         self.readers = tuple(replica for replica, devices in enumerate(grid) if here.intersection(devices))
         """The replicas of which this process holds a part, so that it must supply their rows."""
-        self._masks: dict[Split, jax.Array] = {}
+        self._masks: dict[tuple[Split, bool], jax.Array] = {}
 
     def whole(self, batch: Batch) -> PyTree:
         """A batch for the only replica: plain arrays, of the size they are."""
@@ -46,10 +46,10 @@ class Feed:
             leaves[i] = array
         return jax.tree.unflatten(batch.structure, leaves)
 
-    def divided(self, batch: Batch, split: Split, masked: bool) -> PyTree:
+    def divided(self, batch: Batch, split: Split, masked: bool, short_ahead: bool = False) -> PyTree:
         """A global batch, of which each replica gets its rows."""
         columns = [PerReplica(leaf, ROWS) for leaf in batch.gather(self._places(split))]
-        return jax.tree.unflatten(batch.structure, self._laid(columns, split, masked))
+        return jax.tree.unflatten(batch.structure, self._laid(columns, split, masked, short_ahead))
 
     def joined(self, batches: Sequence[Batch], split: Split, masked: bool) -> PyTree:
         """One batch for each replica of this process, in order; rows beyond what `split` counts are padding."""
@@ -57,14 +57,15 @@ class Feed:
         columns = [_column(batches, sizes, i, split.block) for i in range(len(batches[0].leaves))]
         return jax.tree.unflatten(batches[0].structure, self._laid(columns, split, masked))
 
-    def mask(self, split: Split) -> jax.Array:
+    def mask(self, split: Split, short_ahead: bool = False) -> jax.Array:
         """The validity mask of a split, on the devices. A full batch has the same one every time."""
-        mask = self._masks.get(split)
+        mask = self._masks.get((split, short_ahead))
         if mask is None or mask.is_deleted():  # a step that donates its batch takes the mask with it
             if len(self._masks) >= MASKS_KEPT:
                 self._masks.clear()
-            (mask,) = self._send([split.mask()[list(self.readers)]])
-            self._masks[split] = mask
+            columns = np.insert(split.mask(), 2, short_ahead, axis=1)
+            (mask,) = self._send([columns[list(self.readers)]])
+            self._masks[split, short_ahead] = mask
         return mask
 
     def _places(self, split: Split) -> np.ndarray | range:
@@ -74,9 +75,11 @@ class Feed:
             return range(split.rows_of(first).start, split.rows_of(last).stop)
         return split.places(self.readers)
 
-    def _laid(self, columns: list[PerReplica], split: Split, masked: bool) -> list[PerReplica]:
+    def _laid(
+        self, columns: list[PerReplica], split: Split, masked: bool, short_ahead: bool = False
+    ) -> list[PerReplica]:
         """Columns of this process's blocks, on the devices. What cannot go there becomes a component per replica."""
-        mask = self.mask(split) if masked and self.to_device else None
+        mask = self.mask(split, short_ahead) if masked and self.to_device else None
         goes = [self.to_device and column.form != PARTS and fits_device(column.data.dtype) for column in columns]
         sent = iter(self._send([column.data for column, to_device in zip(columns, goes, strict=True) if to_device]))
         return [

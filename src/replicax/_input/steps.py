@@ -38,6 +38,8 @@ class Padding:
     """The rows of a full batch: as declared, or the most seen so far."""
     promised: bool = False
     """Whether no batch will need padding, so that none needs a mask."""
+    short_ahead: bool = False
+    """Whether a batch is known to need padding, so that a step which would average it is refused at the first one."""
     refuse: bool = False
     """Whether the user wants to hear of a short batch instead of having it padded."""
 
@@ -78,7 +80,8 @@ class GlobalSteps:
         split = balanced(rows, replicas, full)
         if self._padding.refuse and not (split.even and rows == full):
             raise _short_batch(name, rows, full, replicas)
-        return self._feed.divided(batch, split, not self._padding.promised or not split.even)
+        masked = not self._padding.promised or not split.even
+        return self._feed.divided(batch, split, masked, self._padding.short_ahead)
 
     def _compare(self, batch: Batch, name: str) -> None:
         assert self._others is not None

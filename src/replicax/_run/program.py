@@ -186,11 +186,11 @@ class Program:
     def _refuse_padding(self, args: PyTree, kwargs: PyTree) -> None:
         for value in jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, PerReplica)):
             if isinstance(value, PerReplica) and value.mask is not None:
-                counts = np.asarray(value.mask)[:, 0]
+                mask = np.asarray(value.mask)
                 rows = value.data.shape[0] // self.placement.replicas
-                if (counts < rows).any():
+                if (mask[:, 0] < rows).any() or mask[:, 2].any():
                     sites = [step.averages_padding for step in self._steps.values() if step.averages_padding]
-                    raise _errors.averages_padding(self.fn, sites[0], counts, rows)
+                    raise _errors.averages_padding(self.fn, sites[0], mask[:, 0], rows)
 
     # -- calls of a new kind
 

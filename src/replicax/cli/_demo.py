@@ -19,6 +19,7 @@ from rich.table import Table
 import replicax as rx
 
 BATCH = 256
+WARM_UP = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,7 @@ def train(
     for number, batch in enumerate(strategy.distribute_dataset(batches)):
         if number == steps:
             break
-        if number == 5:  # the first steps compile
+        if number == WARM_UP:  # the first steps compile, one kind of batch each
             jax.block_until_ready(losses)
             begun = time.perf_counter()
         losses.append(strategy.reduce("mean", strategy.run(step, args=tuple(batch))))
@@ -99,7 +100,7 @@ def train(
         strategy.num_replicas_in_sync,
         [float(loss) for loss in losses],
         float(accuracy.result()),
-        max(steps - 5, 1) / elapsed,
+        max(steps - WARM_UP, 1) / elapsed,
         [w.numpy() for w in weights],
     )
 
