@@ -91,10 +91,10 @@ def _carry_out(
     if ledger is not None:
         results = ledger.update(fn, args, kwargs)
     elif apart:
-        results = [
-            _on_host(strategy, fn, *select_replica(i, (args, kwargs)), i)
-            for i in range(len(strategy.placement.local_replicas))
-        ]
+        results = []
+        for i in range(len(strategy.placement.local_replicas)):
+            own, own_kwargs = select_replica(i, (args, kwargs))
+            results.append(_on_host(strategy, fn, own, own_kwargs, i))
     else:
         _refuse_per_replica(call, args, kwargs)
         results = [_on_host(strategy, fn, args, kwargs)]

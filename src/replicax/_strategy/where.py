@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import jax
 
-from replicax import _context, _errors
+from replicax import _context, _errors, _jax
 from replicax._values import DistributedValues
 from replicax._variables.variable import Variable
 
@@ -41,7 +41,7 @@ def locality(value: Any) -> Literal["T", "M", "V", "N"]:
     leaves = jax.tree.leaves(value, is_leaf=lambda leaf: isinstance(leaf, DistributedValues))
     if any(isinstance(leaf, DistributedValues) for leaf in leaves):
         return "T"
-    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)]
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and not isinstance(leaf, _jax.Tracer)]
     return _of_devices({device for array in arrays for device in array.devices()})
 
 

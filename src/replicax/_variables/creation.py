@@ -77,9 +77,10 @@ def placed_beside(placement: Placement, beside: Any) -> Placement:
     devices = _devices(beside)
     if set(devices) == set(placement.devices) and placement.parameter_device is None:
         return placement
-    if len(devices) > 1:
+    home, *others = devices
+    if others:
         raise _errors.colocated_with_some_devices(devices, placement.devices)
-    return dataclasses.replace(placement, parameter_device=devices[0])
+    return dataclasses.replace(placement, parameter_device=home)
 
 
 def _devices(beside: Any) -> tuple[jax.Device, ...]:

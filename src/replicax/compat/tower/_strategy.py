@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 
 import jax
 
-from replicax import _context
+from replicax import _context, _jax
 from replicax._context import Kind, Mode
 from replicax._devices import resolve
 from replicax._input.options import InputReplicationMode
@@ -217,7 +217,7 @@ class DistributionStrategy:
     def group(self, value: PyTree, name: str | None = None) -> Any:
         """Waits until `value` has been computed on all towers; returns it if it is a single one without a name."""
         values = jax.tree.leaves(self.unwrap(value))
-        jax.block_until_ready([leaf for leaf in values if not isinstance(leaf, jax.core.Tracer)])
+        jax.block_until_ready([leaf for leaf in values if not isinstance(leaf, _jax.Tracer)])
         return values[0] if len(values) == 1 and name is None else None
 
     def fetch(self, val: Any, destination: Any = "/device:CPU:0", fn: Callable[[Any], Any] = lambda x: x) -> Any:
@@ -395,7 +395,7 @@ class DistributionStrategy:
         """A copy of a session's configuration. There are no sessions here, so nothing in it is changed."""
         return copy.deepcopy(config_proto)
 
-    def __copy__(self) -> Self:
+    def __copy__(self) -> Strategy:
         return copy.copy(self._engine)  # refuses, in the words of the engine
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

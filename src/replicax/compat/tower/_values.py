@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from replicax import _context
+from replicax import _context, _jax
 from replicax._options import ReduceOp
 from replicax._values import PARTS, PerReplica, is_per_replica
 from replicax._variables.variable import Variable
@@ -69,4 +69,4 @@ def copies_of(value: Any) -> list[Any]:
 
 
 def _is_placed(item: Any) -> bool:
-    return isinstance(item, jax.Array) and not isinstance(item, jax.core.Tracer)
+    return isinstance(item, jax.Array) and not isinstance(item, _jax.Tracer)
