@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax import lax
 
 from replicax import _context, _errors, _jax
@@ -159,12 +160,12 @@ class TracedLedger:
             with jax.ensure_compile_time_eval():
                 initial = initial()
             kwargs = kwargs | {"initial_value": initial}
-        if isinstance(initial, jax.core.Tracer):
+        if isinstance(initial, Tracer):
             kwargs = kwargs | {"initial_value": np.zeros(initial.shape, initial.dtype)}
         with jax.ensure_compile_time_eval():
             variable = make(**kwargs)
         self.created.append(variable)
-        if isinstance(initial, jax.core.Tracer):
+        if isinstance(initial, Tracer):
             self.initial[variable] = jnp.asarray(initial, variable.dtype)
         return variable
 
@@ -202,7 +203,7 @@ class TracedLedger:
         if value.form == TRACED:
             return value.data
         if value.form == PARTS:
-            parts = [part if isinstance(part, jax.core.Tracer) else np.asarray(part) for part in value.data]
+            parts = [part if isinstance(part, Tracer) else np.asarray(part) for part in value.data]
             if len({(part.shape, part.dtype) for part in parts}) > 1 or parts[0].dtype.kind in "OSU":
                 raise _errors.ragged_argument("", value)
             whole = jnp.stack(parts)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.tree_util import register_dataclass
 
@@ -71,7 +72,7 @@ class PerReplica(DistributedValues):
     def __repr__(self) -> str:
         if self.form == TRACED:
             return f"PerReplica(traced {self.data.aval.str_short()})"
-        if isinstance(self.data, (jax.core.Tracer, jax.ShapeDtypeStruct)):
+        if isinstance(self.data, (Tracer, jax.ShapeDtypeStruct)):
             return f"PerReplica({self.form}, {jax.typeof(self.data).str_short()})"
         lines = ",\n".join(f"  {i}: {value!r}" for i, value in enumerate(components(self)))
         return f"PerReplica:{{\n{lines}\n}}"
@@ -146,7 +147,7 @@ def lay_out(placement: Placement, parts: Sequence[Any]) -> PerReplica:
 
 
 def _is_numeric(x: Any) -> bool:
-    return isinstance(x, (jax.Array, np.ndarray, np.generic, int, float, complex)) and not isinstance(x, jax.core.Tracer)
+    return isinstance(x, (jax.Array, np.ndarray, np.generic, int, float, complex)) and not isinstance(x, Tracer)
 
 
 def select_replica(index: int, tree: PyTree) -> PyTree:
@@ -174,7 +175,8 @@ def regroup(trees: Sequence[PyTree], wrap: Callable[[tuple[Any, ...]], Any], alw
             if not isinstance(tree, type(first)) or len(tree) != len(first):
                 raise _errors.different_structures(trees)
         merged = [regroup(entries, wrap, always_wrap) for entries in zip(*trees, strict=True)]
-        return type(first)(*merged) if hasattr(first, "_fields") else type(first)(merged)
+        rebuild: Any = type(first)
+        return rebuild(*merged) if hasattr(first, "_fields") else rebuild(merged)
     if isinstance(first, Mapping):
         for tree in trees:
             if not isinstance(tree, Mapping) or set(tree) != set(first):

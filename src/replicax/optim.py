@@ -244,7 +244,8 @@ class Optimizer:
         ]
         state = jax.tree.map(lambda leaf: leaf.value if isinstance(leaf, Variable) else leaf, self.state)
         updates, new_state = self.transform.update(dense, state, values, **extra)
-        for variable, value in zip(self.variables, optax.apply_updates(values, updates), strict=True):
+        new_values: Any = optax.apply_updates(values, updates)
+        for variable, value in zip(self.variables, new_values, strict=True):
             if variable in gradients:
                 _assign(variable, value if variable.constraint is None else variable.constraint(value), when)
         for leaf, value in zip(jax.tree.leaves(self.state), jax.tree.leaves(new_state), strict=True):

@@ -51,13 +51,12 @@ def run(
                     return program(args, {})
                 except FloatingPointError as error:
                     raise _located(strategy, fn, args, {}, error) from None
-    plain = args, kwargs or {}
-    args, kwargs, statics = arguments.prepared(strategy.placement, *plain)
+    positional, named, statics = arguments.prepared(strategy.placement, tuple(args), kwargs or {})
     program = strategy.programs.find(fn, statics, options.donate if options else ())
     try:
-        return program(args, kwargs)
+        return program(positional, named)
     except FloatingPointError as error:
-        raise _located(strategy, fn, *plain, error) from None
+        raise _located(strategy, fn, args, kwargs or {}, error) from None
 
 
 def _located(strategy: Strategy, fn: Callable[..., Any], args: Any, kwargs: Any, error: Exception) -> Exception:

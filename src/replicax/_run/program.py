@@ -58,7 +58,7 @@ class Program:
         self._read: list[Variable] = []
         self._hoisted: list[Any] = []
         self._constants: list[Any] = []
-        self._compiled: Callable[..., Any] = _unseen
+        self._compiled: Any = _unseen
         self._simple = True
         """Whether the variables' arrays go in and out as they are and nothing about the arguments needs looking at."""
         self._divided = self.placement.apart
@@ -157,10 +157,10 @@ class Program:
         return donated, tuple(None if i in self.donate else arg for i, arg in enumerate(args))
 
     def _join_donated(self, donated: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
-        args = list(args)
+        joined = list(args)
         for i, arg in zip(self.donate, donated, strict=True):
-            args[i] = arg
-        return tuple(args)
+            joined[i] = arg
+        return tuple(joined)
 
     def _placed(self, args: PyTree, kwargs: PyTree, error: Exception) -> tuple[Any, Any]:
         """The arguments once more, mirrored over the replicas' devices, if their devices were the trouble."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from replicax import _context, _errors, _run, _values
@@ -208,8 +209,9 @@ class Strategy:
         >>> "all_reduce" in strategy.lower(step, (jnp.ones(3),)).as_text()
         True
         """
-        args, kwargs, statics = _run.arguments.prepared(self.placement, _run.check_arguments(args), kwargs or {})
-        return self.programs.find(fn, statics).lower(args, kwargs)
+        call = _run.arguments.prepared(self.placement, _run.check_arguments(args), kwargs or {})
+        positional, named, statics = call
+        return self.programs.find(fn, statics).lower(positional, named)
 
     # -- combining
 
@@ -374,7 +376,7 @@ class Strategy:
 
     def _copy_of(self, leaf: Any, index: int) -> Any:
         """Replica `index`'s copy of a mirrored array; anything else is the same for all."""
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
             for shard in leaf.addressable_shards:
                 if shard.device == self.placement.local_devices[index] and shard.data.shape == leaf.shape:
                     return shard.data

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -238,7 +239,7 @@ def _leaf(name: str, value: Any) -> Leaf:
         return _array(f"{name} {value.name}".strip(), kind, value._array)
     if isinstance(value, PerReplica) and value.form not in (PARTS, TRACED):
         return _array(name, "per replica, stacked" if value.form == STACKED else "per replica, rows", value.data)
-    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+    if isinstance(value, jax.Array) and not isinstance(value, Tracer):
         mirrored = value.is_fully_replicated and len(value.devices()) > 1
         return _array(name, "mirrored" if mirrored else "array", value)
     if isinstance(value, np.ndarray):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax import lax
 
 from replicax import _errors
@@ -34,7 +35,7 @@ def initial_array(initial: Any, dtype: Any, shape: Sequence[int] | None, name: s
         value = initial() if callable(initial) and not hasattr(initial, "shape") else initial
         if value is None:
             raise _errors.no_initial_value(name)
-        if isinstance(value, jax.core.Tracer):
+        if isinstance(value, Tracer):
             raise _errors.traced_initial_value(name, value)
         array = jnp.array(value, dtype=dtype, copy=True)
         if shape is not None and tuple(shape) != array.shape:
