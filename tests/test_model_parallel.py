@@ -1,0 +1,228 @@
+"""A replica over several devices: parameters partitioned by rules, the numbers of one device."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import replicax as rx
+from replicax.train import Checkpoint
+
+RANDOM = np.random.default_rng(0)
+ROWS = RANDOM.normal(size=(8, 16)).astype(np.float32)
+PARAMS = {
+    "in/kernel": RANDOM.normal(size=(16, 32)).astype(np.float32) / 8,
+    "out/kernel": RANDOM.normal(size=(32, 8)).astype(np.float32) / 8,
+    "out/bias": np.zeros(8, np.float32),
+}
+RULES = rx.partition_rules([("in/kernel", P(None, "model")), ("out/kernel", P("model", None)), (".*", P())])
+
+
+def grid(replicas, model, **options):
+    devices = jax.devices()[: replicas * model]
+    return rx.MirroredStrategy(devices, replica_mesh={"model": model}, **options)
+
+
+def rows_for(strategy):
+    parts = np.split(ROWS, strategy.num_replicas_in_sync)
+    return strategy.experimental_distribute_values_from_function(lambda c: parts[c.replica_id_in_sync_group])
+
+
+def loss_of(params, x):
+    hidden = rx.shard(jax.nn.relu(x @ params["in/kernel"]), None, "model")
+    return ((hidden @ params["out/kernel"] + params["out/bias"] - 1) ** 2).mean()
+
+
+def trained(strategy, steps=20):
+    with strategy.scope():
+        weights = {name: rx.Variable(value, name=name) for name, value in PARAMS.items()}
+        optimizer = rx.Optimizer(optax.sgd(0.1, momentum=0.9), gradients="mean")
+        optimizer.build(weights.values())
+    listed = list(weights.values())
+
+    def step(x):
+        hidden = x @ weights["in/kernel"].value
+
+        def loss():
+            return loss_of({name: weight.value for name, weight in weights.items()}, x)
+
+        value, gradients = rx.value_and_grad(loss, listed)()
+        optimizer.apply_gradients(zip(gradients, listed, strict=True))
+        return value, hidden
+
+    x = rows_for(strategy)
+    for _ in range(steps):
+        results = strategy.run(step, (x,))
+    return step, weights, optimizer, results
+
+
+@pytest.mark.parametrize(("replicas", "model"), [(2, 2), (1, 2), (2, 4)])
+def test_the_numbers_are_those_of_one_device(replicas, model):
+    _, expected, _, _ = trained(rx.OneDeviceStrategy("cpu:0"))
+
+    _, weights, _, _ = trained(grid(replicas, model, variables=RULES))
+
+    for name, weight in weights.items():
+        exact = expected[name].numpy()
+        np.testing.assert_allclose(weight.numpy(), exact, rtol=0, atol=1e-5 * np.abs(exact).max(), err_msg=name)
+
+
+@pytest.mark.parametrize("model", [2, 4])
+def test_each_device_holds_its_part_of_parameters_and_slots(model):
+    _, weights, optimizer, _ = trained(grid(2, model, variables=RULES), steps=2)
+    slots = [leaf for leaf in jax.tree.leaves(optimizer.state) if isinstance(leaf, rx.Variable) and leaf.ndim == 2]
+
+    assert len(slots) == 2
+    for variable in [weights["in/kernel"], weights["out/kernel"], *slots]:
+        held = {shard.data.nbytes for shard in variable.value.addressable_shards}
+        assert held == {variable.value.nbytes // model}, variable.name
+
+
+def test_per_replica_results_have_whole_blocks():
+    strategy = grid(2, 2, variables=RULES)
+    *_, (loss, hidden) = trained(strategy, steps=1)
+
+    assert [value.shape for value in strategy.experimental_local_results(hidden)] == [(4, 32)] * 2
+    np.testing.assert_allclose(strategy.gather(hidden, axis=0), ROWS @ PARAMS["in/kernel"], atol=1e-5)
+    assert np.ndim(strategy.reduce("mean", loss)) == 0
+
+
+def test_the_second_step_compiles_nothing(compilations):
+    strategy = grid(2, 2, variables=RULES)
+    step, *_ = trained(strategy, steps=2)
+    x = rows_for(strategy)
+
+    with compilations() as names:
+        strategy.run(step, (x,))
+
+    assert names == []
+
+
+def test_sixteen_bit_gradients_are_reduced():
+    strategy = grid(2, 2, variables=RULES)
+    with strategy.scope():
+        w = rx.Variable(jnp.ones(8, jnp.bfloat16), name="w", layout=P("model"))
+
+    strategy.run(lambda: w.assign(rx.get_replica_context().all_reduce("sum", w.value), read_value=False))
+
+    assert w.numpy().astype(np.float32).tolist() == [2.0] * 8
+
+
+def test_state_in_and_state_out():
+    def step(params, x):
+        gradients = rx.get_replica_context().all_reduce("mean", jax.grad(loss_of)(params, x))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+
+    ends = []
+    for strategy in (rx.OneDeviceStrategy("cpu:0"), grid(2, 2)):
+        with strategy.scope():
+            params = RULES.place(PARAMS)
+        for _ in range(3):
+            params = strategy.run(step, (params, rows_for(strategy)))
+        ends.append(params)
+
+    for exact, ours in zip(*map(jax.tree.leaves, ends), strict=True):
+        np.testing.assert_allclose(ours, exact, rtol=0, atol=1e-6)
+    assert ends[1]["in/kernel"].addressable_shards[0].data.shape == (16, 16)
+
+
+def test_the_first_rule_found_in_a_path_decides():
+    tree = {"layers": [{"kernel": np.ones((4, 4))}, {"kernel": np.ones((4, 4)), "scale": np.ones(())}]}
+    rules = rx.partition_rules([("layers/0/.*", P("model")), ("kernel$", P(None, "model"))])
+
+    assert rules.specs(tree) == {
+        "layers": [{"kernel": P("model")}, {"kernel": P(None, "model"), "scale": P()}]
+    }, "a scalar cannot be cut and needs no rule"
+
+
+def test_parameters_without_a_rule_are_listed():
+    rules = rx.partition_rules([("in/", P())])
+
+    with pytest.raises(rx.VariableError) as error:
+        rules.specs(PARAMS)
+
+    assert "'out/kernel'  [32, 8]" in str(error.value)
+    assert "'out/bias'  [8]" in str(error.value)
+    assert "'in/'" in str(error.value)
+
+
+def test_a_variable_without_a_rule_is_refused_where_it_is_made():
+    strategy = grid(2, 2, variables=rx.partition_rules([("kernel", P(None, "model"))]))
+    with strategy.scope(), pytest.raises(rx.VariableError, match="'bias'"):
+        rx.Variable(np.ones(4), name="bias")
+
+
+def test_rules_hold_in_a_block_and_give_way_to_what_a_variable_says():
+    strategy = grid(2, 2)
+    with strategy.scope():
+        with rx.partition_rules([(".*", P("model"))]):
+            cut = rx.Variable(np.ones(4), name="cut")
+            whole = rx.Variable(np.ones(4), name="whole", layout=P())
+        after = rx.Variable(np.ones(4), name="after")
+
+    assert [v.layout for v in (cut, whole, after)] == [P("model"), P(), None]
+
+
+def test_axes_that_do_not_divide_are_refused_with_the_numbers():
+    with grid(2, 2).scope(), pytest.raises(rx.VariableError, match=re.escape("3 = 2 x 1 + 1 left over")):
+        rx.Variable(np.ones((2, 3)), name="w", layout=P(None, "model"))
+
+
+def test_more_entries_than_axes_are_refused():
+    with grid(2, 2).scope(), pytest.raises(rx.VariableError, match=re.escape("2 entries, shape [4]")):
+        rx.Variable(np.ones(4), name="w", layout=P(None, "model"))
+
+
+def test_a_misspelt_axis_is_refused_where_there_are_axes_and_ignored_where_there_are_none():
+    with grid(2, 2).scope(), pytest.raises(rx.VariableError, match="'modle'"):
+        rx.Variable(np.ones(4), name="w", layout=P("modle"))
+    with rx.MirroredStrategy(jax.devices()[:2]).scope():
+        assert rx.Variable(np.ones(4), layout=P("model")).layout == P()
+
+
+def test_shard_does_nothing_where_there_is_no_axis():
+    x = jnp.ones((2, 4))
+
+    assert rx.shard(x, None, "model") is x
+    assert rx.MirroredStrategy(jax.devices()[:2]).run(lambda: rx.shard(x, None, "model").sum()) == 8
+
+
+@pytest.mark.parametrize(("axes", "found"), [(("replica",), "'replica'"), (("model",), "left over")])
+def test_shard_refuses_what_cannot_be(axes, found):
+    with pytest.raises(rx.VariableError, match=found):
+        grid(2, 2).run(lambda: rx.shard(jnp.ones(3), *axes))
+
+
+def test_devices_that_do_not_make_replicas_are_refused():
+    with pytest.raises(rx.DeviceError, match="3 devices, 2 for each replica"):
+        rx.MirroredStrategy(jax.devices()[:3], replica_mesh={"model": 2})
+    with pytest.raises(rx.DeviceError, match="'replica'"):
+        rx.MirroredStrategy(jax.devices()[:4], replica_mesh={"replica": 2})
+
+
+def test_line_by_line_is_refused():
+    with pytest.raises(rx.NotAvailableError, match="model"):
+        rx.MirroredStrategy(jax.devices()[:4], replica_mesh={"model": 2}, eager=True)
+    with pytest.raises(rx.NotAvailableError, match="model"):
+        grid(2, 2).run(lambda: None, options=rx.RunOptions(eager=True))
+    with jax.disable_jit(), pytest.raises(rx.NotAvailableError, match="model"):
+        grid(2, 2).run(lambda: None)
+
+
+def test_a_checkpoint_moves_between_layouts(tmp_path):
+    _, weights, optimizer, _ = trained(grid(2, 2, variables=RULES), steps=3)
+    saved = {name: weight.numpy() for name, weight in weights.items()}
+    path = Checkpoint(weights=weights, optimizer=optimizer).save(tmp_path / "checkpoint")
+
+    strategy = rx.MirroredStrategy(jax.devices()[:2], variables=rx.fully_sharded(min_size=2))
+    _, others, optimizer, _ = trained(strategy, steps=1)
+    Checkpoint(weights=others, optimizer=optimizer).restore(path)
+
+    for name, weight in others.items():
+        np.testing.assert_array_equal(weight.numpy(), saved[name])
+    assert others["in/kernel"].layout == P(None, "replica")
+    assert others["in/kernel"].value.addressable_shards[0].data.shape == (16, 16)
