@@ -297,6 +297,8 @@ def test_a_reference_is_followed():
 def test_a_reference_written_in_a_branch_or_a_loop():
     def step(w, x):
         branch, some, loop, reduced = (jax.new_ref(w, kind="no_grad_no_remat") for _ in range(4))
+        perhaps = jax.new_ref(x[0])
+        lax.cond(w[0] > 0, lambda: perhaps.__setitem__(..., w), lambda: None)
         lax.cond(w[0] > 0, lambda: branch.__setitem__(..., x[0]), lambda: None)
         lax.cond(x[0, 0] > 0, lambda: some.__setitem__(..., w), lambda: None)
 
@@ -307,11 +309,11 @@ def test_a_reference_written_in_a_branch_or_a_loop():
             return c, before
 
         _, seen = lax.scan(turn, 0.0, w)
-        return branch[...], some[...], loop[...], seen, reduced[...]
+        return branch[...], some[...], loop[...], seen, perhaps[...], reduced[...]
 
     states = analyse(step, (W,), (X,)).outs
 
-    assert [origin_of(state) is None for state in states] == [False, False, False, False, True]
+    assert [origin_of(state) is None for state in states] == [False, False, False, False, False, True]
     origin = origin_of(states[1])
     assert origin is not None and origin.why == "it is written on some replicas only"
 

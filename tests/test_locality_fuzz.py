@@ -50,7 +50,7 @@ class Dice:
         self.depth = depth
 
     def steps(self, pool: Pool) -> None:
-        for _ in range(self.random.randint(2, 4)):
+        for _ in range(self.random.randint(1, 3)):
             makers = SIMPLE + CROSSING + (NESTED if self.depth else [])
             self.random.choice(makers)(self, pool)
 
@@ -105,7 +105,7 @@ def collective(dice: Dice, pool: Pool) -> None:
             lambda: lax.psum(a, "replica", axis_index_groups=groups),
             lambda: lax.psum(a, "replica", axis_index_groups=[list(range(REPLICAS))]),
             lambda: lax.ppermute(a, "replica", [(i, (i + 1) % REPLICAS) for i in range(REPLICAS)]),
-            lambda: lax.psum_scatter(jnp.tile(a, REPLICAS), "replica", tiled=True),
+            lambda: lax.psum_scatter(jnp.stack([a, a * 2, a * 3, a * 4]), "replica"),
             lambda: a + lax.axis_index("replica") * 0.1,
         ]
     )
@@ -160,6 +160,12 @@ def gradient(dice: Dice, pool: Pool) -> None:
     pool += [jnp.tanh(grad), grad * 0 + value]
 
 
+def gradient_of_reduction(dice: Dice, pool: Pool) -> None:
+    reduce, outer = all_reduce[dice.random.choice(list(all_reduce))], dice.pick(pool)
+    value, pull = jax.vjp(lambda x: reduce(x * outer)[0], dice.pick(pool))
+    pool += [value, *pull(dice.pick(pool))]
+
+
 def tangent(dice: Dice, pool: Pool) -> None:
     body, other = dice.body(), dice.pick(pool)
     try:
@@ -172,14 +178,14 @@ def tangent(dice: Dice, pool: Pool) -> None:
 def reference(dice: Dice, pool: Pool) -> None:
     # The kind that the engine uses; JAX cannot differentiate every program with the default kind.
     ref, new = jax.new_ref(dice.pick(pool), kind="no_grad_no_remat"), lax.stop_gradient(dice.pick(pool))
-    how = dice.random.randrange(5)
-    if how == 0:
+    how = dice.random.choice(["write", "write in part", "branch", "branch", "scan", "jit"])
+    if how == "write":
         ref[...] = new
-    elif how == 1:
+    elif how == "write in part":
         ref[0] = new[1]
-    elif how == 2:
+    elif how == "branch":
         lax.cond(dice.pick(pool).sum() > 0, lambda: ref.__setitem__(..., new), lambda: None)
-    elif how == 3:
+    elif how == "scan":
         body = dice.body()
 
         def turn(carry, _):
@@ -193,58 +199,70 @@ def reference(dice: Dice, pool: Pool) -> None:
     pool.append(ref[...])
 
 
-SIMPLE = [arithmetic, arithmetic, library, library, randomness]
-CROSSING = [collective, reduction]
-NESTED = [branch, scan, loop, jitted, gradient, tangent, reference]
+SIMPLE = [arithmetic, library, randomness]
+CROSSING = [collective, collective, reduction, gradient_of_reduction]
+NESTED = [branch, scan, loop, jitted, gradient, tangent, reference, reference, reference]
 
 
 def program(seed: int) -> Jaxpr:
+    """Mostly short ones: in a long program few values are mirrored, and one slip of the analysis hides another."""
+
     def fn(weights: jax.Array, rows: jax.Array) -> Pool:
         pool = [weights, rows[0], weights * 2]
-        Dice(seed, depth=2).steps(pool)
+        Dice(seed, depth=2 if seed % 8 == 0 else 1).steps(pool)
         return pool[3:]
 
     return trace(fn, [WEIGHTS], [ROWS])
 
 
-def run(body: Jaxpr) -> list[np.ndarray]:
-    """Each output of every replica, stacked."""
+def run(bodies: list[Jaxpr]) -> list[list[np.ndarray]]:
+    """For each program, each output of every replica, stacked. All in one compilation, which is what costs time."""
 
-    def stacked(*args: jax.Array) -> list[jax.Array]:
-        return [value[None] for value in jaxpr_as_fun(ClosedJaxpr(body, []))(*args)]
+    def stacked(*args: jax.Array) -> list[list[jax.Array]]:
+        return [[value[None] for value in jaxpr_as_fun(ClosedJaxpr(body, []))(*args)] for body in bodies]
 
     outs = jax.jit(sharded(stacked, (P(), P("replica")), P("replica"), MESH))(WEIGHTS, ROWS)
-    return [np.asarray(out) for out in outs]
+    return jax.tree.map(np.asarray, outs)
 
 
 def equal(copies: np.ndarray) -> bool:
     return all(copy.tobytes() == copies[0].tobytes() for copy in copies)
 
 
-PROGRAMS = 40
-BATCHES = 4
+def analyse(body: Jaxpr) -> _locality.Analysis:
+    return _locality.analyse(body, [_locality.MIRRORED, _locality.differs("rows differ")], REPLICAS)
+
+
+def diverges(analysis: _locality.Analysis) -> bool:
+    """Running it would hang."""
+    return any(finding.kind == "diverging-collective" for finding in analysis.findings)
+
+
+BATCHES, PROGRAMS = 10, 40
 
 
 @pytest.fixture(scope="module")
-def tally():
+def tally() -> Counter[tuple[bool, bool]]:
+    """How many values there were, by what they were called and what they are."""
     return Counter()
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_what_is_called_mirrored_is_equal_bit_for_bit(batch, tally):
-    for seed in range(batch * PROGRAMS, (batch + 1) * PROGRAMS):
-        body = program(seed)
-        analysis = _locality.analyse(body, [_locality.MIRRORED, _locality.differs("rows differ")], REPLICAS)
-        if any(finding.kind == "diverging-collective" for finding in analysis.findings):
-            tally["refused"] += 1
-            continue
-        for index, (state, copies) in enumerate(zip(analysis.outs, run(body), strict=True)):
+    programs = {seed: program(seed) for seed in range(batch * PROGRAMS, (batch + 1) * PROGRAMS)}
+    analyses = {seed: analyse(body) for seed, body in programs.items()}
+    safe = [seed for seed, analysis in analyses.items() if not diverges(analysis)]
+
+    for seed, outputs in zip(safe, run([programs[seed] for seed in safe]), strict=True):
+        for index, (state, copies) in enumerate(zip(analyses[seed].outs, outputs, strict=True)):
             mirrored = _locality.origin_of(state) is None
             assert equal(copies) or not mirrored, f"seed {seed}, output {index}: called mirrored, is\n{copies}"
             tally[mirrored, equal(copies)] += 1
 
 
 def test_the_analysis_is_not_vacuous(tally):
-    print(tally)
-    assert tally[True, True] > 200
-    assert tally[True, True] > 0.8 * (tally[True, True] + tally[False, True])
+    if not tally.total():
+        pytest.skip("counts what the tests above have found")
+    recognised, missed = tally[True, True], tally[False, True]
+    assert recognised > 400
+    assert recognised > 0.7 * (recognised + missed)

@@ -52,19 +52,16 @@ def _first(value: jax.Array) -> jax.Array:
 def _extreme(collective: Callable[..., jax.Array]) -> Callable[[jax.Array], jax.Array]:
     """JAX's pmax and pmin have no gradient. Here it goes to the replicas that hold the extreme, in equal shares."""
 
-    @jax.custom_vjp
+    @jax.custom_jvp
     def extreme(x: jax.Array) -> jax.Array:
         return collective(x, "replica")
 
-    def forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y = collective(x, "replica")
-        return y, (x == y).astype(x.dtype)
+    @extreme.defjvp
+    def rule(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        y = extreme(*primals)
+        holds = (primals[0] == y).astype(y.dtype)
+        return y, lax.psum(tangents[0] * holds / lax.psum(holds, "replica"), "replica")
 
-    def backward(holds: jax.Array, upstream: jax.Array) -> tuple[jax.Array]:
-        share, total = lax.psum((holds, upstream), "replica")
-        return (total * holds / share,)
-
-    extreme.defvjp(forward, backward)
     return extreme
 
 
