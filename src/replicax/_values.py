@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -175,7 +175,7 @@ def regroup(trees: Sequence[PyTree], wrap: Callable[[tuple[Any, ...]], Any], alw
             if not isinstance(tree, type(first)) or len(tree) != len(first):
                 raise _errors.different_structures(trees)
         merged = [regroup(entries, wrap, always_wrap) for entries in zip(*trees, strict=True)]
-        rebuild: Any = type(first)
+        rebuild = cast(Any, type(first))
         return rebuild(*merged) if hasattr(first, "_fields") else rebuild(merged)
     if isinstance(first, Mapping):
         for tree in trees:
