@@ -2,7 +2,8 @@
 
 The step trains a small linear model with momentum on a batch that lies on the devices. By hand: one
 `jit(shard_map(scan))` that is given the K batches (and stacks them, as `run_steps` does), and one that is given them
-stacked already, which no program that reads its data batch by batch has. Rounds are interleaved; printed are medians per step.
+stacked already, which no program that reads its data batch by batch has. Rounds are interleaved; printed are medians
+per step.
 
     python -m benchmarks.steps_per_run --rounds 300
 """

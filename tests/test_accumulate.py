@@ -13,6 +13,8 @@ import replicax as rx
 STRATEGIES = {
     "one-device": lambda: rx.OneDeviceStrategy("cpu:0"),
     **{f"mirrored-{n}": (lambda n=n: rx.MirroredStrategy(jax.devices()[:n])) for n in (2, 4)},
+    "mirrored-2-eager": lambda: rx.MirroredStrategy(jax.devices()[:2], eager=True),
+    "central-2": lambda: rx.experimental.CentralStorageStrategy(jax.devices()[:2], jax.devices()[2]),
 }
 
 

@@ -11,6 +11,7 @@ import replicax as rx
 ROWS, STEPS = 16, 20
 
 STRATEGIES = {f"mirrored-{n}": (lambda n=n: rx.MirroredStrategy(jax.devices()[:n])) for n in (1, 2, 4)}
+STRATEGIES["central-2"] = lambda: rx.experimental.CentralStorageStrategy(jax.devices()[:2], jax.devices()[2])
 
 schedule = optax.warmup_cosine_decay_schedule(0.0, 0.05, 5, 20)
 
@@ -98,6 +99,15 @@ def assert_equal(variables, expected, bound=1e-5):
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_twenty_steps_are_those_of_plain_optax(strategy, name):
+    variables = train(strategy, rx.Optimizer(TRANSFORMS[name](), gradients="mean"))
+
+    assert_equal(variables, plain(TRANSFORMS[name]()))
+
+
+@pytest.mark.parametrize("name", ["momentum", "adam", "clipped"])
+def test_line_by_line_gives_the_same(name):
+    strategy = rx.MirroredStrategy(jax.devices()[:2], eager=True)
+
     variables = train(strategy, rx.Optimizer(TRANSFORMS[name](), gradients="mean"))
 
     assert_equal(variables, plain(TRANSFORMS[name]()))
