@@ -133,13 +133,12 @@ class _Replicas(Walk[State]):
         return [self.unknown(eqn, states, scope)] * len(eqn.outvars)
 
     def unknown(self, eqn: JaxprEqn, states: Sequence[State], scope: Scope) -> State:
-        for inside in (eqn, *_inside(eqn)):
-            if self._crosses(inside):
-                self._notice_divergence(inside, scope)
-            why = self._source(inside, scope)
-            if why is not None:
-                return self._starts(eqn, scope, why)
-        return self._computed(eqn, states, scope)
+        why = self._source(eqn, scope)
+        for inner in _inside(eqn):
+            if self._crosses(inner):
+                self._notice_divergence(inner, scope)
+            why = why or self._source(inner, scope)
+        return self._starts(eqn, scope, why) if why else self._computed(eqn, states, scope)
 
     def window(self, eqn: JaxprEqn, state: State, indices: Sequence[State], scope: Scope) -> State:
         if scope.control is not None and eqn.primitive.name != "get":

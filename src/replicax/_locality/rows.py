@@ -55,17 +55,12 @@ def analyse_rows(jaxpr: Jaxpr, row_inputs: Sequence[int | None]) -> Rows:
     return Rows(tuple(fate.certain_axis for fate in fates), tuple(fate.reduced for fate in fates))
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class _Mix:
     """An equation that combined rows."""
 
     seq: int
-    file: str
-    line: int
-
-    @property
-    def site(self) -> Site:
-        return Site(self.file, self.line)
+    site: Site
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +92,11 @@ _NO_ROWS = _Fate()
 
 
 def _first(*mixes: _Mix | None) -> _Mix | None:
-    return min((mix for mix in mixes if mix), default=None)
+    first = None
+    for mix in mixes:
+        if mix is not None and (first is None or mix.seq < first.seq):
+            first = mix
+    return first
 
 
 class _RowWalk(Walk[_Fate]):
@@ -110,20 +109,20 @@ class _RowWalk(Walk[_Fate]):
         if _NO_ROWS in (a, b):
             return b if a == _NO_ROWS else a
         if a.place and b.place:
-            return self._combined(eqn, [a, b], [a.place, b.place], scope)
+            return self._aligned(eqn, [a, b], [a.place, b.place], scope)
         return self.unknown(eqn, [a, b], scope)
 
     def leaf(self, eqn: JaxprEqn, states: Sequence[_Fate], scope: Scope) -> Sequence[_Fate]:
-        if not any(state != _NO_ROWS for state in states):
-            return [_NO_ROWS] * len(eqn.outvars)
         if eqn.primitive.name == "optimization_barrier":
             return states
-        places = [
-            self._moved(eqn, index, state.place, scope) if state.place else None for index, state in enumerate(states)
-        ]
-        if any(state.place and not place for state, place in zip(states, places, strict=True)):
-            return [self.unknown(eqn, states, scope)] * len(eqn.outvars)
-        return [self._combined(eqn, states, places, scope)] * len(eqn.outvars)
+        places = []
+        for index, state in enumerate(states):
+            if state.place:
+                place = self._moved(eqn, index, state.place, scope)
+                if place is None:
+                    return [self.unknown(eqn, states, scope)] * len(eqn.outvars)
+                places.append(place)
+        return [self._aligned(eqn, states, places, scope)] * len(eqn.outvars)
 
     def unknown(self, eqn: JaxprEqn, states: Sequence[_Fate], scope: Scope) -> _Fate:
         here = self._mix(eqn, scope) if any(state.place for state in states) else None
@@ -148,12 +147,13 @@ class _RowWalk(Walk[_Fate]):
     def stacked(self, eqn: JaxprEqn, state: _Fate, scope: Scope) -> _Fate:
         return _shifted(state, +1)
 
-    def _combined(self, eqn: JaxprEqn, states: Sequence[_Fate], places: Sequence[_Place | None], scope: Scope) -> _Fate:
+    def _aligned(self, eqn: JaxprEqn, states: Sequence[_Fate], places: Sequence[_Place], scope: Scope) -> _Fate:
         """The fate of what is computed position by position from operands whose rows come to lie on `places`."""
-        found = {(place.axis, place.block): place for place in places if place}
-        if len(found) > 1:
+        place = places[0] if places else None
+        if any((other.axis, other.block) != (place.axis, place.block) for other in places[1:] if place):
             return self.unknown(eqn, states, scope)
-        return _Fate(next(iter(found.values()), None), _first(*(state.mixed for state in states)))
+        mixed = _first(*(state.mixed for state in states))
+        return _Fate(place, mixed) if place or mixed else _NO_ROWS
 
     def _moved(self, eqn: JaxprEqn, index: int, place: _Place, scope: Scope) -> _Place | None:
         """Where the rows of operand `index` lie in the results; None if they were combined."""
@@ -168,7 +168,9 @@ class _RowWalk(Walk[_Fate]):
         # Whatever the rule says, an axis of another length (a slice, one row broadcast to many) is not the row axis.
         length = _shape(eqn.invars[index])[place.axis]
         kept = all(axis < len(_shape(out)) and _shape(out)[axis] == length for out in eqn.outvars)
-        return replace(place, axis=axis) if kept else None
+        if not kept:
+            return None
+        return place if axis == place.axis else replace(place, axis=axis)
 
     def _reshaped(self, eqn: JaxprEqn, place: _Place, scope: Scope) -> _Place | None:
         before, after = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
@@ -189,8 +191,7 @@ class _RowWalk(Walk[_Fate]):
         return _Place(axis, found[axis], merged if found[axis] > 1 else None)
 
     def _mix(self, eqn: JaxprEqn, scope: Scope) -> _Mix:
-        site = scope.site(eqn) or Site("<unknown>", 0)
-        return _Mix(self.tick(), site.file, site.line)
+        return _Mix(self.tick(), scope.site(eqn) or Site("<unknown>", 0))
 
 
 def _shape(atom: Any) -> tuple[int, ...]:
