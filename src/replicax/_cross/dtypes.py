@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from replicax import _errors
 from replicax._options import ReduceOp
@@ -58,6 +57,10 @@ def is_float(array: jax.Array) -> bool:
 
 
 def divided(total: jax.Array, replicas: int) -> jax.Array:
-    """A true division, which XLA would turn into a multiplication by 1/N if it saw N: the mean of three 0.1 is 0.1."""
-    hidden = lax.optimization_barrier(jnp.asarray(replicas, jnp.finfo(total.dtype).dtype))
-    return total / hidden
+    """`total` divided by the number of replicas, the same bits in every program: the mean of seven 3s is 3."""
+    if replicas & (replicas - 1) == 0:
+        return total / replicas
+    # XLA multiplies by 1/N instead, which is not quite the same, and joins that with what the user's step multiplies by
+    # next. It does so for whatever divisor is a broadcast number, behind an optimization barrier too. This one is N
+    # wherever it matters, and not to be seen through: the total might be a NaN.
+    return total / jnp.where(total == total, replicas, replicas + 1).astype(jnp.finfo(total.dtype).dtype)

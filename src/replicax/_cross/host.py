@@ -29,7 +29,7 @@ Axes = tuple[int, ...] | None
 
 
 class Ops(in_step.Ops, Protocol):
-    def reduce_implementation(self, op: ReduceOp, value: Any, destinations: Any, options: Any, /) -> Any: ...
+    def reduce(self, op: ReduceOp, value: Any, destinations: Any, options: Any, /) -> Any: ...
 
 
 def reduce(ops: Ops, placement: Placement, op: ReduceOp, value: Any, axis: Axes, options: CommunicationOptions) -> Any:
@@ -202,7 +202,7 @@ def _reduce_parts(
 ) -> Any:
     if axis is None:
         everyones = PerReplica(tuple(_of_all(placement, value.data)), PARTS)
-        return ops.reduce_implementation(op, everyones, everyones, options)
+        return ops.reduce(op, everyones, everyones, options)
     arrays = [dtypes.checked(op, part) for part in value.data]
     for array in arrays:
         _check_axis_of(axis, array.ndim)

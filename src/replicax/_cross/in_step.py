@@ -217,7 +217,8 @@ def linear(combine: Callable[[Arrays], Arrays], arrays: Arrays, share: int = 1) 
 def _summed(tangent: Any, out: jax.Array, share: int) -> Any:
     if tangent.dtype == jax.dtypes.float0:
         return np.zeros(out.shape, jax.dtypes.float0)
-    return (lax.psum(tangent, AXIS) / share).astype(out.dtype)
+    total = lax.psum(tangent, AXIS)
+    return (total if share == 1 else total / share).astype(out.dtype)
 
 
 def _packed_extreme(

@@ -96,7 +96,9 @@ class CrossDeviceOps:
         value, destinations = _checked_pair((per_replica_value, destinations))
         options = options or CommunicationOptions()
         result = self._at_once(op, value, destinations, options)
-        return self.reduce_implementation(op, value, destinations, options) if result is None else result
+        if result is not None:
+            return result
+        return self.reduce_implementation(op, self._for_hooks(value, destinations), destinations, options)
 
     def batch_reduce(
         self, reduce_op: ReduceOp, value_destination_pairs: Pairs, options: CommunicationOptions | None = None
@@ -113,7 +115,11 @@ class CrossDeviceOps:
         pairs = [_checked_pair(pair) for pair in value_destination_pairs]
         options = options or CommunicationOptions()
         results = [self._at_once(op, *pair, options) for pair in pairs]
-        left = [pair for pair, result in zip(pairs, results, strict=True) if result is None]
+        left = [
+            (self._for_hooks(value, destinations), destinations)
+            for (value, destinations), result in zip(pairs, results, strict=True)
+            if result is None
+        ]
         reduced = iter(self.batch_reduce_implementation(op, left, options) if left else [])
         return [next(reduced) if result is None else result for result in results]
 
@@ -173,7 +179,16 @@ class CrossDeviceOps:
         placement = placement_of(value)
         if (len(value.data) if placement is None else placement.replicas) == 1:
             return self.broadcast_implementation(components(value)[0], destinations)
+        if placement is not None and not value.data.is_fully_addressable:
+            (result,) = host.reduce_laid_out(self, placement, op, [value], None, options)
+            return copies(result, devices_of(destinations))
         return None
+
+    def _for_hooks(self, value: PerReplica, destinations: Any) -> PerReplica:
+        """A value as hooks of a user see it: all components on one device, so that they can be calculated with."""
+        if not self._asks_hooks:
+            return value
+        return PerReplica(tuple(parts.together(components(value), _first_device(destinations))))
 
 
 class ReductionToOneDevice(CrossDeviceOps):
@@ -208,13 +223,8 @@ class ReductionToOneDevice(CrossDeviceOps):
     def reduce_implementation(
         self, reduce_op: ReduceOp, per_replica_value: PerReplica, destinations: Any, options: CommunicationOptions
     ) -> Any:
-        placement = placement_of(per_replica_value)
-        if placement is not None and not per_replica_value.data.is_fully_addressable:
-            (result,) = host.reduce_laid_out(self, placement, reduce_op, [per_replica_value], None, options)
-        else:
-            here = parts.together(components(per_replica_value), self._device or _first_device(destinations))
-            result = parts.combine(reduce_op, here, self._accumulate)
-        return copies(result, devices_of(destinations))
+        here = parts.together(components(per_replica_value), self._device or _first_device(destinations))
+        return copies(parts.combine(reduce_op, here, self._accumulate), devices_of(destinations))
 
 
 class Collective(CrossDeviceOps):
