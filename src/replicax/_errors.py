@@ -434,9 +434,9 @@ def invalid_mode(what: str, word: Any, name: str, members: Sequence[str]) -> Var
 
 def mean_of_integers(name: str, dtype: Any) -> VariableError:
     return VariableError(
-        f"rx.Variable(name={name!r}, dtype={dtype}, aggregation=\"mean\"): aggregation=MEAN and a non-floating dtype is "
-        "not supported, since a mean of integers is seldom one. Use a float dtype, or aggregation=\"sum\" or "
-        "\"only_first_replica\"."
+        f'rx.Variable(name={name!r}, dtype={dtype}, aggregation="mean"): aggregation=MEAN and a non-floating dtype is '
+        'not supported, since a mean of integers is seldom one. Use a float dtype, or aggregation="sum" or '
+        '"only_first_replica".'
     )
 
 
@@ -594,7 +594,9 @@ def wrong_collective(fn: Any, finding: Any) -> LocalityError:
 
 
 def averages_padding(fn: Any, site: Any, counts: Any, rows: int) -> LocalityError:
-    padded = [f"replica {i}  {count} of {rows} rows are real" for i, count in enumerate(map(int, counts)) if count < rows]
+    padded = [
+        f"replica {i}  {count} of {rows} rows are real" for i, count in enumerate(map(int, counts)) if count < rows
+    ]
     return LocalityError(
         message(
             f"`{_name(fn)}` combines the rows of a padded batch at {site} without asking which of them are real",
@@ -686,7 +688,9 @@ def not_a_pair(pair: Any, rule: str) -> InputError:
 
 
 def empty_destinations() -> DeviceError:
-    return DeviceError("destinations can not be empty: write a variable, a value or a device, or None for all replicas.")
+    return DeviceError(
+        "destinations can not be empty: write a variable, a value or a device, or None for all replicas."
+    )
 
 
 def not_a_destination(destinations: Any) -> DeviceError:
@@ -861,7 +865,8 @@ def replicas_do_not_meet(states: Sequence[Any]) -> ContextError:
         message(
             headline,
             [
-                f"replica {i}  " + (f"has {state}" if isinstance(state, str) else f"waits in {state.what} at {state.site}")
+                f"replica {i}  "
+                + (f"has {state}" if isinstance(state, str) else f"waits in {state.what} at {state.site}")
                 for i, state in enumerate(states)
             ],
             "All replicas must make the same calls in the same order, or those that wait would wait for ever.",
@@ -1096,7 +1101,10 @@ def eager_over_several_devices(placement: Any) -> NotAvailableError:
             [f"replica_mesh={{{axes}}}"],
             "Line by line each replica is a thread with one device of its own. How an operation is divided over several "
             "devices is decided by the compiler.",
-            ["look into the compiled step with `jax.debug.print`", "debug on one device: `rx.OneDeviceStrategy(device, eager=True)`"],
+            [
+                "look into the compiled step with `jax.debug.print`",
+                "debug on one device: `rx.OneDeviceStrategy(device, eager=True)`",
+            ],
         )
     )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+import jax
 from jax._src import array, config, core, distributed, source_info_util, xla_bridge
 from jax._src.interpreters import partial_eval
 
@@ -131,17 +132,28 @@ def carry_out(primitive: Any, operands: list[Any], params: dict[str, Any]) -> An
         return core.eval_trace.process_primitive(primitive, operands, params)
 
 
-class outside_of_traces:
-    """Inside it, code runs as at the top level: no trace is under way and no axis has a name."""
+traces_kept_for = jax.make_user_context(None)
+"""``with traces_kept_for(owner):`` what JAX traces inside is not found again by anyone else, nor for anyone else here.
 
-    __slots__ = ("trace", "axes")
+JAX keeps the traced form of a function under `jax.checkpoint`, with whatever tracers the function captured. Another thread
+that runs the same function must not be handed those.
+"""
+
+
+class outside_of_traces:
+    """Inside it, code runs as at the top level: no trace is under way, no axis has a name, and traces are for everyone."""
+
+    __slots__ = ("trace", "axes", "traces")
 
     def __enter__(self) -> None:
         self.trace, self.axes = core.trace_ctx.trace, core.trace_ctx.axis_env
         core.trace_ctx.set_trace(core.eval_trace)
         core.trace_ctx.set_axis_env(core.top_axis_env)
+        self.traces = traces_kept_for(None)
+        self.traces.__enter__()
 
     def __exit__(self, *exc: object) -> None:
+        self.traces.__exit__(*exc)
         core.trace_ctx.set_trace(self.trace)
         core.trace_ctx.set_axis_env(self.axes)
 

@@ -182,7 +182,7 @@ def regroup(trees: Sequence[PyTree], wrap: Callable[[tuple[Any, ...]], Any], alw
             if not isinstance(tree, Mapping) or set(tree) != set(first):
                 raise _errors.different_structures(trees)
         merged = {key: regroup([tree[key] for tree in trees], wrap, always_wrap) for key in first}
-        return merged if type(first) is dict else type(first)(merged)
+        return merged if type(first) is dict else cast(Any, type(first))(merged)
     if not isinstance(first, DistributedValues) and not jax.tree_util.all_leaves([first], is_leaf=is_leaf):
         flat = [jax.tree.flatten(tree, is_leaf=is_leaf) for tree in trees]
         if any(structure != flat[0][1] for _, structure in flat):

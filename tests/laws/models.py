@@ -59,7 +59,9 @@ class _Normed(nn.Module):
         moments = over_replicas((x.mean((0, 1, 2)), (x**2).mean((0, 1, 2))))
         here, square = moments
         x = (x - here) / jnp.sqrt(square - here**2 + 1e-5)
-        x = nn.relu(x * self.param("scale", nn.initializers.ones, (4,)) + self.param("bias", nn.initializers.zeros, (4,)))
+        x = nn.relu(
+            x * self.param("scale", nn.initializers.ones, (4,)) + self.param("bias", nn.initializers.zeros, (4,))
+        )
         x = nn.max_pool(x, (2, 2), (2, 2)).reshape(len(x), -1)
         return nn.Dense(4)(x), 0.9 * mean + 0.1 * here, 0.9 * var + 0.1 * (square - here**2)
 
@@ -82,7 +84,13 @@ def transformer_with_dropout() -> Model:
     """One block over twelve tokens; the dropout mask of a row hangs on the row's number, not on its replica."""
     rng = np.random.default_rng(2)
     size, vocabulary = 8, 11
-    shapes = {"embed": (vocabulary, size), "qkv": (size, 3 * size), "proj": (size, size), "up": (size, 16), "down": (16, size)}
+    shapes = {
+        "embed": (vocabulary, size),
+        "qkv": (size, 3 * size),
+        "proj": (size, size),
+        "up": (size, 16),
+        "down": (16, size),
+    }
     params = {name: rng.normal(size=shape).astype(np.float32) / 3 for name, shape in shapes.items()}
     tokens = rng.integers(0, vocabulary, (ROWS, 13)).astype(np.int32)
     batch = {"tokens": tokens, "row": np.arange(ROWS, dtype=np.int32)}

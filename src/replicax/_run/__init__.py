@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
-
 from replicax import _context, _errors, _jax
 from replicax._context import Kind, Mode, ReplicaContext
 from replicax._ledger import TracedLedger

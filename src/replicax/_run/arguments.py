@@ -1,7 +1,8 @@
 """What may be handed to a step, and what does each argument become?
 
-Arrays and numbers are traced; bools, strings, None, enums, callables, variables and other hashable objects are *static*: they
-are part of what the program is, and another value makes another program. A `PerReplica` is opened, so that each replica sees its own.
+Arrays and numbers are traced; bools, strings, None, enums, callables, variables and other hashable objects are *static*:
+they are part of what the program is, and another value makes another program. A `PerReplica` is opened, so that each
+replica sees its own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ PyTree = Any
 
 DIRECT = frozenset({PerReplica, _jax.ConcreteArray})
 """Arguments of these types go to the compiled program as they are."""
+
+checks: list[Callable[[Callable[..., Any], Any], None]] = []
+"""Called with a step and what it is given, ``(args, kwargs)``, when it is traced. How layer libraries refuse arguments."""
 
 _NUMBERS = (int, float, complex, np.ndarray, np.generic)
 _TRACEABLE = frozenset({_jax.ConcreteArray, np.ndarray, int, float})

@@ -98,4 +98,3 @@ def _contents(fn: Any) -> Any:
     defaults = tuple(map(id, fn.__defaults__ or ()))
     keywords = tuple((name, id(value)) for name, value in (fn.__kwdefaults__ or {}).items())
     return fn.__code__, cells, defaults, keywords, id(fn.__globals__)
-

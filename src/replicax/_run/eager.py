@@ -38,7 +38,7 @@ from replicax._host import dispatch_lock
 from replicax._locality import call_site, differs, origin_of
 from replicax._options import CommunicationOptions, ReduceOp, RunOptions, VariableAggregation
 from replicax._placement import AXIS, Placement
-from replicax._run.arguments import Static, names
+from replicax._run.arguments import Static, checks, names
 from replicax._run.copies import Copies, same_bits
 from replicax._run.operations import EagerArray, EagerTrace, Tape, concrete
 from replicax._run.rendezvous import Call, Rendezvous
@@ -81,6 +81,8 @@ class EagerRun:
         self.meeting = Rendezvous(len(self.ledgers), concurrent)
 
     def carry_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for check in checks:
+            check(self.fn, (args, kwargs))
         outs = self.each(self.fn, self._handed_out(args, kwargs))
         results = Results(self, outs)
         self.copies.commit(self.fn)
@@ -184,6 +186,7 @@ class EagerLedger:
             jax.disable_jit(),
             jax.default_device(self.trace.device),
             _jax.named_axis(AXIS, self.run.placement.replicas),
+            _jax.traces_kept_for(self),
             _jax.in_trace(self.trace),
             _Context(self.strategy, self.replica, self),
         ):
@@ -278,11 +281,11 @@ class EagerLedger:
 
     def all_reduce(self, op: ReduceOp, value: PyTree, options: CommunicationOptions | None) -> PyTree:
         merged = self.strategy.communication_options.merge(options)
-        with jax.disable_jit(False):  # one operation, by whose name the analysis knows it
+        with _as_one_operation():
             return in_step.all_reduce(self.strategy.cross_device_ops, self.run.placement, op, value, merged)
 
     def first(self, value: PyTree) -> PyTree:
-        with jax.disable_jit(False):
+        with _as_one_operation():
             return in_step.first(self.run.placement, value)
 
     def all_gather(self, value: PyTree, axis: int, options: CommunicationOptions | None) -> PyTree:
@@ -297,7 +300,7 @@ class EagerLedger:
         sizes = [shape[axis] for shape in _gatherable(shapes, axis, array.dtype)]
         padding = [(0, max(sizes) - array.shape[axis] if i == axis else 0) for i in range(array.ndim)]
         even = array if len(set(sizes)) == 1 else jnp.pad(array, padding)
-        with jax.disable_jit(False):
+        with _as_one_operation():
             whole = in_step.all_gather(self.run.placement, even, axis)
         if len(set(sizes)) == 1:
             return whole
@@ -379,6 +382,13 @@ class EagerLedger:
     def run_nested(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`strategy.run` in code across replicas."""
         return self.run.to_across(self.run.each(fn, self.run.to_replicas((args, kwargs))))
+
+
+@contextmanager
+def _as_one_operation() -> Iterator[None]:
+    """Inside it a reduction is not gone through line by line: the analysis knows it by its name."""
+    with jax.disable_jit(False), _jax.traces_kept_for(None):
+        yield
 
 
 class _Context(ReplicaContext):

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from replicax import _context, _errors, _jax
-from replicax._context import Kind
 from replicax._ledger import OtherStrategy
 from replicax._run import arguments
 

@@ -28,6 +28,7 @@ other replicas is brought to the meeting, and all carry it out together, as the 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -231,17 +232,25 @@ def _together(primitive: Any, params: dict[str, Any], placement: Placement, brou
         raise _errors.different_operands(_what(primitive, params), kinds)
     with _jax.outside_of_traces(), jax.disable_jit(False):
         laid = [lay_out(placement, parts) for parts in zip(*brought, strict=True)]
-        program = _program(placement, primitive, tuple(params.items()), tuple(value.form for value in laid))
+        program = _program(placement, primitive, _Params(str(params), params), tuple(value.form for value in laid))
         columns = [components(PerReplica(result, STACKED)) for result in program(*(value.data for value in laid))]
     shares = [list(share) for share in zip(*columns, strict=True)]
     return shares if primitive.multiple_results else [share[0] for share in shares]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Params:
+    """The parameters of an operation, compared by what they say: JAX traces a gradient anew each time."""
+
+    text: str
+    params: dict[str, Any] = dataclasses.field(compare=False)
+
+
 @functools.lru_cache(maxsize=512)
-def _program(placement: Placement, primitive: Any, params: Any, forms: tuple[str, ...]) -> Callable[..., list[Any]]:
+def _program(placement: Placement, primitive: Any, params: _Params, forms: tuple[str, ...]) -> Callable[..., list[Any]]:
     def body(*blocks: jax.Array) -> list[jax.Array]:
         operands = [block[0] if form == STACKED else block for block, form in zip(blocks, forms, strict=True)]
-        results = primitive.bind(*operands, **dict(params))
+        results = primitive.bind(*operands, **params.params)
         return [result[None] for result in (results if primitive.multiple_results else [results])]
 
     split = PartitionSpec(AXIS)

@@ -209,7 +209,7 @@ class Loop(Program):
         if any(key != keys[0] for key in keys):
             pairs = itertools.groupby(zip(keys, args, strict=True), key=lambda pair: pair[0])
             raise _Mixed([tuple(batch for _, batch in group) for _, group in pairs])
-        (first, *_) = args
+        first, *_ = list(args)
         step = self._known.get(keys[0])
         if step is None:
             step = self._known[keys[0]] = super()._trace(first, kwargs)

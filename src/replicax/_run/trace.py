@@ -100,6 +100,8 @@ class Step:
 
 def trace(strategy: Strategy, fn: Callable[..., Any], kind: Kind, args: Any, kwargs: Any, memory: Memory) -> Step:
     """Calls `fn` once, on abstract values, and analyses what it did."""
+    for check in arguments.checks:
+        check(fn, (args, kwargs))
     leaves, tree = jax.tree.flatten((args, kwargs))
     in_specs = arguments.specs(tree)
     avals = [arguments.aval(leaf) for leaf in leaves]
@@ -145,7 +147,9 @@ class _Recording:
         self.memory = memory
 
     def body(self, leaves: list[Any]) -> list[Any]:
-        self.ledger = ledger = TracedLedger(self.strategy, _Recording.body.__code__, self.memory.referenced, self.memory.created)
+        self.ledger = ledger = TracedLedger(
+            self.strategy, _Recording.body.__code__, self.memory.referenced, self.memory.created
+        )
         args, kwargs = self._arguments(leaves)
         if self.kind is Kind.REPLICA:
             mode = Mode(self.strategy, self.kind, ledger, ReplicaContext(self.strategy, None, ledger))

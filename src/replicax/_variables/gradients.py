@@ -59,7 +59,9 @@ def value_and_grad(
     return call
 
 
-def grad(function: Callable[..., Any], variables: Sequence[Variable] | Any, has_aux: bool = False) -> Callable[..., Any]:
+def grad(
+    function: Callable[..., Any], variables: Sequence[Variable] | Any, has_aux: bool = False
+) -> Callable[..., Any]:
     """As `value_and_grad`, without the value; with ``has_aux=True`` returns ``(gradients, aux)``.
 
     >>> import replicax as rx

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jax import lax
+from jax.core import Tracer
 
 from replicax import _errors
 from replicax._options import VariableAggregation

@@ -67,13 +67,18 @@ def combined(variable: Variable, value: Any, mode: Mode | None, method: str) -> 
     aggregation = variable.aggregation
     if aggregation is NONE:
         return value
-    if isinstance(value, numbers.Number):
+    if isinstance(value, numbers.Number) and not mode.ledger.merge_call(_differs, (value,), {}):
         if aggregation is SUM and mode.strategy.num_replicas_in_sync > 1:
             raise _errors.sum_of_a_number(variable, value, method)
         return value
     if aggregation is FIRST:
         return mode.ledger.first(value)
     return mode.ledger.all_reduce(ReduceOp.from_variable_aggregation(aggregation), value, None)
+
+
+def _differs(strategy: Any, number: Any) -> bool:
+    """Whether replicas that run line by line, where ids are ints, came with different Python numbers."""
+    return isinstance(number, PerReplica) and len(set(map(float, number.values))) > 1
 
 
 def _from_across(variable: Variable, value: Any, method: str) -> Any:

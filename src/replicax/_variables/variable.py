@@ -261,8 +261,10 @@ class Variable(Scatters, metaclass=_Creating):
         kind = f"on_read {self.aggregation.name.lower()}" if self.on_read else "mirrored"
         if not self.on_read and self.aggregation is not VariableAggregation.NONE:
             kind += f" {self.aggregation.name.lower()}"
-        return f"<rx.Variable {self.name!r} {jnp.dtype(self.dtype).name if not _is_key(self.dtype) else self.dtype}" \
-               f"{list(self.shape)} {kind}>"
+        return (
+            f"<rx.Variable {self.name!r} {jnp.dtype(self.dtype).name if not _is_key(self.dtype) else self.dtype}"
+            f"{list(self.shape)} {kind}>"
+        )
 
     def __len__(self) -> int:
         return len(self.value)

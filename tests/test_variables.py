@@ -1,0 +1,307 @@
+"""What does a variable hold, and what does an assignment mean? The tables of synchronization and aggregation."""
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import replicax as rx
+
+R2 = 2
+
+
+@pytest.fixture(params=["compiled", "eager"])
+def strategy(request):
+    return rx.MirroredStrategy(jax.devices()[:R2], eager=request.param == "eager")
+
+
+@pytest.fixture
+def compiled():
+    return rx.MirroredStrategy(jax.devices()[:R2])
+
+
+def me():
+    return rx.get_replica_context().replica_id_in_sync_group
+
+
+def make(strategy, value, **options):
+    with strategy.scope():
+        return rx.Variable(value, name="v", **options)
+
+
+def held(variable):
+    return [np.asarray(component).tolist() for component in variable.values]
+
+
+# -- making one
+
+
+def test_creation_rules(compiled):
+    with compiled.scope():
+        assert rx.Variable(1.0).trainable
+        assert not rx.Variable(1.0, synchronization="on_read").trainable
+        assert rx.Variable(1.0, synchronization="on_read", trainable=True).trainable
+        assert rx.Variable(lambda: jnp.ones(3)).shape == (3,)
+        assert rx.Variable(1, dtype=jnp.float32).dtype == jnp.float32
+        assert rx.Variable(0.0).name == "Variable"
+        for options, says in (
+            ({"synchronization": "none"}, "`NONE` variable synchronization mode is not supported"),
+            ({"synchronization": "sometimes"}, "Invalid variable synchronization mode"),
+            ({"aggregation": "product"}, "Invalid variable aggregation mode"),
+        ):
+            with pytest.raises(ValueError, match=says):
+                rx.Variable(0.0, **options)
+        with pytest.raises(ValueError, match="non-floating dtype is not supported"):
+            rx.Variable(0, aggregation="mean")
+        with pytest.raises(ValueError, match="needs an initial value"):
+            rx.Variable(name="empty")
+
+
+def test_a_variable_belongs_to_the_strategy_in_force(compiled):
+    variable = make(compiled, 1.0)
+
+    assert variable.distribute_strategy is compiled
+    assert compiled.extended.variable_created_in_scope(variable)
+    assert not rx.MirroredStrategy(jax.devices()[2:4]).extended.variable_created_in_scope(variable)
+    assert rx.get_strategy().extended.variable_created_in_scope(rx.Variable(1.0))
+
+
+@pytest.mark.parametrize("synchronization", ["on_write", "on_read"])
+def test_random_initial_values_are_equal_everywhere(strategy, synchronization):
+    made = []
+
+    def step():
+        made.append(
+            rx.Variable(
+                lambda: np.random.default_rng().normal(size=3).astype(np.float32),
+                synchronization=synchronization, aggregation="mean", name="noise",
+            )
+        )  # fmt: skip
+
+    strategy.run(step)
+
+    first, second = held(made[0])
+    assert first == second
+    assert all(variable is made[0] for variable in made)
+
+
+def test_a_variable_made_in_a_step_is_returned_as_itself(strategy):
+    variable = strategy.run(lambda: rx.Variable(1.0, name="foo"))
+
+    assert isinstance(variable, rx.Variable) and variable.name == "foo"
+
+
+def test_a_copy_is_independent(compiled):
+    variable = make(compiled, 1.0, aggregation="sum")
+    twin = copy.deepcopy(variable)
+    twin.assign(5.0)
+
+    assert (float(variable.value), float(twin.value), twin.aggregation) == (1.0, 5.0, variable.aggregation)
+
+
+# -- mirrored
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "start", "method", "expected"),
+    [
+        ("sum", 0.0, "assign", 3.0),
+        ("mean", 1.0, "assign", 1.5),
+        ("mean", 1.0, "assign_add", 2.5),
+        ("mean", 5.0, "assign_sub", 3.5),
+        ("only_first_replica", 3.0, "assign", 1.0),
+        ("only_first_replica", 3.0, "assign_add", 4.0),
+        ("sum", 1.0, "assign_add", 4.0),
+    ],
+)
+def test_an_assignment_in_a_replica_is_aggregated(strategy, aggregation, start, method, expected):
+    variable = make(strategy, start, aggregation=aggregation)
+
+    result = strategy.run(lambda: getattr(variable, method)(me() + 1.0))
+
+    assert held(variable) == [expected, expected]
+    assert float(np.asarray(strategy.experimental_local_results(result)[1])) == expected
+
+
+@pytest.mark.parametrize(
+    ("method", "start", "number", "expected"),
+    [("assign", 1.0, 5.0, 5.0), ("assign_add", 1.0, 5.0, 6.0), ("assign_sub", 5.0, 1.0, 4.0)],
+)
+@pytest.mark.parametrize("aggregation", ["mean", "only_first_replica"])
+def test_a_python_number_is_taken_once(strategy, aggregation, method, start, number, expected):
+    variable = make(strategy, start, aggregation=aggregation)
+
+    strategy.run(lambda: getattr(variable, method)(number))
+
+    assert held(variable) == [expected, expected]
+
+
+def test_an_array_is_summed_and_a_number_refused(strategy):
+    variable = make(strategy, 0.0, aggregation="sum")
+
+    strategy.run(lambda: variable.assign(jnp.float32(2.0)))
+
+    assert held(variable) == [4.0, 4.0]
+    with pytest.raises(ValueError, match="cannot be reduced with the given reduce op"):
+        strategy.run(lambda: variable.assign(5.0))
+
+
+def test_without_aggregation_a_value_that_is_equal_everywhere_is_stored(strategy):
+    variable = make(strategy, 0.0)
+
+    strategy.run(lambda: variable.assign(rx.get_replica_context().all_reduce("sum", me() + 1.0)))
+
+    assert held(variable) == [3.0, 3.0]
+    with pytest.raises(TypeError):
+        strategy.run(lambda: variable.assign(me() + 1.0))
+    assert held(variable) == [3.0, 3.0]
+
+
+def test_across_replicas_all_copies_are_assigned(compiled):
+    variable = make(compiled, 1.0, aggregation="mean")
+
+    assert variable.assign(6.0) is variable
+    assert held(variable) == [6.0, 6.0]
+    variable.assign_add(6.0)
+    assert variable.assign_sub(2.0, read_value=False) is None
+    assert held(variable) == [10.0, 10.0]
+    with pytest.raises(TypeError, match="differs per replica"):
+        variable.assign(rx.PerReplica((1.0, 2.0)))
+
+
+# -- on read
+
+
+@pytest.mark.parametrize(("aggregation", "read"), [("sum", 7.0), ("mean", 3.5), ("only_first_replica", 3.0)])
+def test_components_are_assigned_apart_and_read_together(strategy, aggregation, read):
+    variable = make(strategy, 1.0, synchronization="on_read", aggregation=aggregation)
+
+    inside = strategy.run(lambda: variable.assign_add(2.0 + me()))
+
+    assert held(variable) == [3.0, 4.0]
+    assert float(variable.value) == read
+    assert [float(x) for x in strategy.experimental_local_results(inside)] == [3.0, 4.0]
+    assert [float(x) for x in strategy.experimental_local_results(strategy.run(lambda: variable + 1))] == [4.0, 5.0]
+    assert float(variable + 1) == read + 1
+
+
+@pytest.mark.parametrize(("aggregation", "components"), [("sum", [3.0, 3.0]), ("mean", [6.0, 6.0])])
+def test_assigning_components_across_replicas(compiled, aggregation, components):
+    variable = make(compiled, 0.0, synchronization="on_read", aggregation=aggregation)
+
+    variable.assign(6.0)
+
+    assert held(variable) == components
+    assert float(variable.value) == 6.0
+    if aggregation == "sum":
+        with pytest.raises(ValueError, match="SyncOnReadVariable does not support `assign_sub`"):
+            variable.assign_sub(1.0)
+    else:
+        variable.assign_add(1.0)
+        assert held(variable) == [7.0, 7.0]
+
+
+def test_components_without_aggregation_have_no_common_value(compiled):
+    variable = make(compiled, 1.0, synchronization="on_read")
+
+    variable.assign(2.0)
+
+    assert held(variable) == [2.0, 2.0]
+    with pytest.raises(ValueError, match="Could not convert"):
+        variable.read_value()
+
+
+# -- being array-like
+
+
+def test_operators_are_those_of_the_value(compiled):
+    v = make(compiled, 7)
+    assert [int(x) for x in (v + 1, 3 + v, v - 2, 13 - v, v * 2, v // 3, 15 // v, v % 2, 16 % v)] == [
+        8, 10, 5, 6, 14, 2, 2, 1, 2,
+    ]  # fmt: skip
+    assert [bool(x) for x in (v < 12, v > 12, v <= 7, v >= 8)] == [True, False, True, False]
+    assert [int(x) for x in (v & 3, 11 & v, v | 8, 16 | v, v ^ 3, 11 ^ v, v**3, 2**v, -v, ~v, abs(v))] == [
+        3, 3, 15, 23, 4, 12, 343, 128, -7, -8, 7,
+    ]  # fmt: skip
+    assert float(v / 2) == 3.5 and float(v) == 7.0 and int(v) == 7
+    assert {v: "a key"}[v] == "a key"
+    w = make(compiled, jnp.arange(6.0).reshape(2, 3))
+    assert (w @ jnp.ones(3)).tolist() == [3.0, 12.0]
+    assert w[1].tolist() == [3.0, 4.0, 5.0] and w.T.shape == (3, 2) and len(w) == 2
+    assert float(jnp.asarray(w).sum()) == 15.0
+
+
+def test_values_handed_out_outlive_later_steps(compiled):
+    variable = make(compiled, jnp.zeros(4), aggregation="mean")
+    kept = [variable.value]
+    for _ in range(3):
+        compiled.run(lambda: variable.assign_add(jnp.ones(4)))
+        kept.append(variable.value)
+
+    assert [float(array[0]) for array in kept] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_the_users_array_is_never_taken(compiled):
+    mine = jnp.ones(4)
+    variable = make(compiled, mine)
+    compiled.run(lambda: variable.assign(variable.value + 1))
+    variable.assign(mine)
+    compiled.run(lambda: variable.assign(variable.value + 1))
+
+    assert mine.tolist() == [1.0] * 4
+    assert variable.numpy().tolist() == [2.0] * 4
+
+
+def test_gradients_are_those_of_the_replica(compiled):
+    variable = make(compiled, 1.0)
+
+    (gradient,) = compiled.run(lambda: rx.grad(lambda: 2.0 * variable.value * (me() + 1), [variable])())
+
+    assert [float(g) for g in gradient.values] == [2.0, 4.0]
+    assert float(rx.grad(lambda: 2.0 * variable.value, variable)()) == 2.0
+
+
+def test_reading_under_another_strategy_is_refused(compiled):
+    variable = make(compiled, 1.0)
+    with rx.MirroredStrategy(jax.devices()[2:4]).scope(), pytest.raises(RuntimeError, match="Mixing"):
+        _ = variable.value
+
+
+def test_a_variable_from_outside_any_scope_is_read_by_every_replica(strategy):
+    outside = rx.Variable(2.0, name="outside")
+
+    result = strategy.run(lambda: me() + outside.value)
+
+    assert [float(x) for x in strategy.experimental_local_results(result)] == [2.0, 3.0]
+
+
+def test_creators_wrap_each_other(compiled):
+    order = []
+
+    def creator(name):
+        def create(next_creator, **kwargs):
+            order.append(name)
+            return next_creator(**kwargs)
+
+        return create
+
+    with compiled.scope(), rx.variable_creator_scope(creator("outer")), rx.variable_creator_scope(creator("inner")):
+        rx.Variable(1.0)
+
+    assert order == ["inner", "outer"]
+
+
+def test_a_random_key_is_a_value_like_any_other(strategy):
+    key = make(strategy, jax.random.key(0))
+
+    def step():
+        mine, following = jax.random.split(key.value)
+        key.assign(following)
+        return jax.random.normal(mine)
+
+    first, second = float(strategy.run(step)), float(strategy.run(step))
+
+    assert first == float(jax.random.normal(jax.random.split(jax.random.key(0))[0]))
+    assert first != second
