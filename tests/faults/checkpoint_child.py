@@ -2,10 +2,10 @@
 
     python -m tests.faults.checkpoint_child DIRECTORY STEPS [options]
 
-`--kill-at N` kills the process at its N-th event below the directory, counted from the first step: a file that is opened,
-a folder that is made, a rename, a removal. `--kill-at-byte N` has the kernel kill it when a file grows beyond N bytes,
-which is in the middle of a write, inside TensorStore's own threads. `--full-at-byte N` makes that write fail instead, as
-on a full disk.
+`--kill-at N` kills the process at its N-th event below the directory, counted from the first step: a file that is
+opened, a folder that is made, a rename, a removal. `--kill-at-byte N` has the kernel kill it when a file grows beyond N
+bytes, which is in the middle of a write, inside TensorStore's own threads. `--full-at-byte N` makes that write fail
+instead, as on a full disk.
 """
 
 import argparse
