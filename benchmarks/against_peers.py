@@ -85,7 +85,9 @@ def main(peers: str = "raw_jax,pmap,keras_dp") -> None:
     parser.add_argument("--workloads", default="a,b,c,d,e")
     parser.add_argument("--peers", default=peers)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--python", default=str(ROOT / ".bench-venv/bin/python"), help="where TensorFlow and torch live")
+    parser.add_argument(
+        "--python", default=str(ROOT / ".bench-venv/bin/python"), help="where TensorFlow and torch live"
+    )
     asked = parser.parse_args()
     for workload in asked.workloads.split(","):
         Console().print(compare(workload, asked.peers.split(","), asked.rounds, asked.python))

@@ -16,7 +16,9 @@ print(time.perf_counter() - begun)
 
 
 def once(module: str) -> float:
-    out = subprocess.run([sys.executable, "-c", PROGRAM.format(module=module)], capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(module=module)], capture_output=True, text=True, check=True
+    )
     return float(out.stdout)
 
 

@@ -66,8 +66,6 @@ EAGER: dict[str, Callable[[], rx.Strategy]] = {
     "fsdp_2_eager": _fully_sharded(eager=True),
 }
 ONLY_COMPILED = {"mirrored_2x2"}  # a replica of several devices cannot be a thread with a device of its own
-EAGER_TWIN = {
-    name: f"{name.replace('default', 'one_device')}_eager" for name in COMPILED if name not in ONLY_COMPILED
-}
+EAGER_TWIN = {name: f"{name.replace('default', 'one_device')}_eager" for name in COMPILED if name not in ONLY_COMPILED}
 
 STRATEGIES = COMPILED | EAGER

@@ -13,7 +13,11 @@ SMALL = {
     "batchnorm": ["--devices", "2", "--steps", "21"],
     "language_model": ["--devices", "2", "--steps", "51", "--width", "32"],
 }
-LEARNT = {"digits": r"test accuracy (8|9)\d", "batchnorm": r"test accuracy [5-9]\d", "language_model": r"last loss [12]\."}
+LEARNT = {
+    "digits": r"test accuracy (8|9)\d",
+    "batchnorm": r"test accuracy [5-9]\d",
+    "language_model": r"last loss [12]\.",
+}
 
 
 @pytest.mark.timeout(240)

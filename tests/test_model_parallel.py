@@ -134,9 +134,9 @@ def test_the_first_rule_found_in_a_path_decides():
     tree = {"layers": [{"kernel": np.ones((4, 4))}, {"kernel": np.ones((4, 4)), "scale": np.ones(())}]}
     rules = rx.partition_rules([("layers/0/.*", P("model")), ("kernel$", P(None, "model"))])
 
-    assert rules.specs(tree) == {
-        "layers": [{"kernel": P("model")}, {"kernel": P(None, "model"), "scale": P()}]
-    }, "a scalar cannot be cut and needs no rule"
+    assert rules.specs(tree) == {"layers": [{"kernel": P("model")}, {"kernel": P(None, "model"), "scale": P()}]}, (
+        "a scalar cannot be cut and needs no rule"
+    )
 
 
 def test_parameters_without_a_rule_are_listed():

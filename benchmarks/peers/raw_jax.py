@@ -31,9 +31,7 @@ def prepare(name: str) -> tuple[Callable[[int], Any], Callable[[Any], float]]:
         updates, s = opt.update(jax.lax.pmean(gradients, "r"), s, p)
         return (optax.apply_updates(p, updates), s), jax.lax.pmean(value, "r")
 
-    fn = jax.jit(
-        jax.shard_map(step, mesh=mesh, in_specs=(whole, cut, cut), out_specs=(whole, whole)), donate_argnums=0
-    )
+    fn = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(whole, cut, cut), out_specs=(whole, whole)), donate_argnums=0)
     initial = params(name)
     state = jax.device_put((initial, opt.init(initial)), NamedSharding(mesh, whole))
     data = [jax.device_put(batch, NamedSharding(mesh, cut)) for batch in batches(name)]

@@ -12,7 +12,18 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import tensorflow as tf
 
 from benchmarks.peers.work import (
-    B1, B2, EPS, HEADS, LAYERS, LENGTH, MOMENTUM, REPLICAS, WIDTH, WORK, batches, params,
+    B1,
+    B2,
+    EPS,
+    HEADS,
+    LAYERS,
+    LENGTH,
+    MOMENTUM,
+    REPLICAS,
+    WIDTH,
+    WORK,
+    batches,
+    params,
 )  # fmt: skip
 
 

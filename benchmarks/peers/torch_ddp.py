@@ -15,7 +15,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.peers.work import (
-    B1, B2, EPS, HEADS, LAYERS, LENGTH, MOMENTUM, REPLICAS, WIDTH, WORK, batches, params,
+    B1,
+    B2,
+    EPS,
+    HEADS,
+    LAYERS,
+    LENGTH,
+    MOMENTUM,
+    REPLICAS,
+    WIDTH,
+    WORK,
+    batches,
+    params,
 )  # fmt: skip
 
 GO, STOP = 1, 0

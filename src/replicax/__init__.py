@@ -13,7 +13,9 @@ from replicax import cluster_resolver as cluster_resolver
 from replicax import data as data
 from replicax import experimental as experimental
 from replicax import host as host
+from replicax import keras as keras
 from replicax import metrics as metrics
+from replicax import nnx as nnx
 from replicax._context import ReplicaContext as ReplicaContext
 from replicax._context import experimental_set_strategy as experimental_set_strategy
 from replicax._context import get_replica_context as get_replica_context

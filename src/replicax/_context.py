@@ -202,24 +202,27 @@ def require_scope(strategy: Strategy, call: str) -> None:
     raise _errors.mixed_strategies(call, strategy, active)
 
 
+scope_hooks: list[Callable[[Strategy], Callable[[], None]]] = []
+"""Called whenever a scope is entered; what each returns is called when it is left. How layer libraries are told."""
+
+
 class Scope:
     """``with strategy.scope():``. Can be entered again and again, nested too."""
 
-    def __init__(self, strategy: Strategy, on_enter: Callable[[], Callable[[], None]] | None = None) -> None:
+    def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self._on_enter = on_enter
-        self._entered: list[tuple[Mode | None, int, Callable[[], None] | None]] = []
+        self._entered: list[tuple[Mode | None, int, list[Callable[[], None]]]] = []
 
     def __enter__(self) -> Strategy:
         strategy, mode = self._strategy, current()
         if strategy is _default:
             if mode is not None and mode.strategy is not _default:
                 raise _errors.nested_default_scope(mode.strategy)
-            self._entered.append((None, 0, None))  # the default strategy is in force already
+            self._entered.append((None, 0, []))  # the default strategy is in force already
             return strategy
         require_cross(strategy, "strategy.scope()")
         inner = Mode(strategy, Kind.CROSS) if mode is None else dataclasses.replace(mode)
-        undo = self._on_enter() if self._on_enter is not None else None
+        undo = [hook(strategy) for hook in scope_hooks]
         thread.modes.append(inner)
         self._entered.append((inner, len(thread.creators), undo))
         return strategy
@@ -232,8 +235,8 @@ class Scope:
             if current() is not inner:
                 raise _errors.scope_nesting("Strategy")
             thread.modes.pop()
-        if undo is not None:
-            undo()
+        for leave in reversed(undo):
+            leave()
         self._entered.pop()
 
 

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax import lax
+from jax.core import Tracer
 
 from replicax import _context, _errors, _jax
 from replicax._context import Kind, Mode
@@ -75,9 +75,7 @@ class Cell:
 
 
 class TracedLedger:
-    def __init__(
-        self, strategy: Strategy, entry: CodeType, referenced: set[Variable], created: list[Variable]
-    ) -> None:
+    def __init__(self, strategy: Strategy, entry: CodeType, referenced: set[Variable], created: list[Variable]) -> None:
         self.strategy = strategy
         self.placement = strategy.placement
         self.entry = entry
