@@ -189,7 +189,9 @@ class Optimizer:
         pairs = _pairs(grads_and_vars)
         if not pairs:
             return
-        if self.state is None:  # once for all replicas, and line by line on the caller's thread, which may restore slots
+        if (
+            self.state is None
+        ):  # once for all replicas, and line by line on the caller's thread, which may restore slots
             context.merge_call(lambda strategy: self.build([variable for _, variable in pairs]))
         given = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
         if not given:

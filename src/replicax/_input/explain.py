@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from replicax._input.plan import Split
 from replicax._placement import Placement
+from replicax._shown import Grid, Shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +24,8 @@ class Reader:
     """Its rows of the last, short batch, where its size is known."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Explanation:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Explanation(Shown):
     """How a dataset is handed out. Print it, or read its fields."""
 
     source: str
@@ -48,10 +44,20 @@ class Explanation:
     """How many batches a thread reads ahead."""
     readers: tuple[Reader, ...]
 
-    def __rich__(self) -> RenderableType:
-        table = Table("replica", "process", "device", "reads from", "rows of a full batch", "rows of the last batch")
-        for reader in self.readers:
-            table.add_row(
+    def facts(self) -> dict[str, str]:
+        return {
+            "source": self.source.replace("`", ""),
+            "batches": "not known beforehand" if self.length is None else str(self.length),
+            "batch size": "that of the first batch" if self.batch_size is None else str(self.batch_size),
+            "divided by": f"{self.shard}: {self.why}",
+            "padding": self._padding(),
+            "read ahead": f"{self.ahead} batches, by a thread" if self.ahead else "no",
+        }
+
+    def grids(self) -> list[Grid]:
+        columns = ("replica", "process", "device", "reads from", "rows of a full batch", "rows of the last batch")
+        rows = [
+            (
                 str(reader.replica),
                 str(reader.process),
                 reader.device,
@@ -59,15 +65,9 @@ class Explanation:
                 _rows(reader.full, "its own batch"),
                 _rows(reader.short, "-"),
             )
-        facts = [
-            f"source       {self.source.replace('`', '')}",
-            f"batches      {'not known beforehand' if self.length is None else self.length}",
-            f"batch size   {'that of the first batch' if self.batch_size is None else self.batch_size}",
-            f"divided by   {self.shard}: {self.why}",
-            f"padding      {self._padding()}",
-            f"read ahead   {f'{self.ahead} batches, by a thread' if self.ahead else 'no'}",
+            for reader in self.readers
         ]
-        return Group(Text("\n".join(facts)), table)
+        return [Grid(columns, rows)]
 
     def _padding(self) -> str:
         if len(self.readers) == 1:
@@ -76,13 +76,6 @@ class Explanation:
             return "none: every batch divides evenly"
         size = "the largest share" if self.block is None else f"{self.block} rows"
         return f"each replica's block is filled up to {size}; a mask tells which rows are real"
-
-    def __str__(self) -> str:
-        text = io.StringIO()
-        Console(file=text, width=120, color_system=None, legacy_windows=False).print(self)
-        return text.getvalue().rstrip("\n")
-
-    __repr__ = __str__
 
 
 def readers(placement: Placement, pipelines: list[str], full: Split | None, short: Split | None) -> tuple[Reader, ...]:

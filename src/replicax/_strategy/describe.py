@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import io
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,10 +12,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
+from replicax._shown import Grid, Shown
 from replicax._values import PARTS, STACKED, TRACED, DistributedValues, PerReplica
 from replicax._variables.variable import Variable
 
@@ -24,20 +21,6 @@ if TYPE_CHECKING:
     from replicax._strategy.base import Strategy
 
 PyTree = Any
-
-
-class _Shown:
-    """Something that prints as a table, in a terminal and elsewhere."""
-
-    def __rich__(self) -> RenderableType:
-        raise NotImplementedError
-
-    def __str__(self) -> str:
-        text = io.StringIO()
-        Console(file=text, width=120, color_system=None, legacy_windows=False).print(self)
-        return "\n".join(line.rstrip() for line in text.getvalue().rstrip("\n").split("\n"))
-
-    __repr__ = __str__
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +47,7 @@ class VariablePlace:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Description(_Shown):
+class Description(Shown):
     """What `strategy.describe()` returns. Print it, or read its fields."""
 
     strategy: str
@@ -77,26 +60,28 @@ class Description(_Shown):
     replicas: tuple[ReplicaPlace, ...]
     variables: tuple[VariablePlace, ...]
 
-    def __rich__(self) -> RenderableType:
-        facts = [
-            f"strategy          {self.strategy}",
-            f"mesh              {', '.join(f'{name} {size}' for name, size in self.mesh.items())}",
-            f"variables rest    {self.rest}",
-            f"cross-device ops  {self.cross_device_ops}",
-            f"steps             {self.steps}",
-        ]
-        replicas = Table("replica", "process", "this process", "devices")
-        for place in self.replicas:
-            replicas.add_row(
-                str(place.replica), str(place.process), "yes" if place.here else "no", ", ".join(place.devices)
-            )
-        if not self.variables:
-            return Group(Text("\n".join(facts)), replicas)
-        variables = Table("variable", "type", "kind", "layout", "bytes per device")
-        for variable in self.variables:
-            cells = (variable.name, variable.type, variable.kind, variable.layout, f"{variable.bytes_per_device:,}")
-            variables.add_row(*map(Text, cells))
-        return Group(Text("\n".join(facts)), replicas, variables)
+    def facts(self) -> dict[str, str]:
+        return {
+            "strategy": self.strategy,
+            "mesh": ", ".join(f"{name} {size}" for name, size in self.mesh.items()),
+            "variables rest": self.rest,
+            "cross-device ops": self.cross_device_ops,
+            "steps": self.steps,
+        }
+
+    def grids(self) -> list[Grid]:
+        replicas = Grid(
+            ("replica", "process", "this process", "devices"),
+            [
+                (str(place.replica), str(place.process), "yes" if place.here else "no", ", ".join(place.devices))
+                for place in self.replicas
+            ],
+        )
+        variables = Grid(
+            ("variable", "type", "kind", "layout", "bytes per device"),
+            [(v.name, v.type, v.kind, v.layout, f"{v.bytes_per_device:,}") for v in self.variables],
+        )
+        return [replicas, variables] if self.variables else [replicas]
 
 
 def describe(strategy: Strategy) -> Description:
@@ -182,19 +167,13 @@ class Leaf:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Picture(_Shown):
+class Picture(Shown):
     """What `rx.visualize` returns. Print it, read its fields, or write it to a file with `svg`."""
 
     leaves: tuple[Leaf, ...]
 
-    def __rich__(self) -> RenderableType:
-        table = Table("value", "part", "devices")
-        for leaf in self.leaves:
-            for i, piece in enumerate(leaf.pieces):
-                table.add_row(Text(leaf.title if i == 0 else ""), Text(_span(piece, leaf)), ", ".join(piece.devices))
-            if not leaf.pieces:
-                table.add_row(Text(leaf.title), "all", "none: an object of this process")
-        return table
+    def grids(self) -> list[Grid]:
+        return [Grid(("value", "part", "devices"), [row for leaf in self.leaves for row in _rows(leaf)])]
 
     def svg(self) -> str:
         """The same as a drawing: for each array a rectangle, cut as the array is, with the names of the holders."""
@@ -262,6 +241,15 @@ def _by_id(devices: list[jax.Device]) -> list[jax.Device]:
 
 def _name(device: jax.Device) -> str:
     return f"{device.platform}:{device.id}"
+
+
+def _rows(leaf: Leaf) -> list[tuple[str, str, str]]:
+    if not leaf.pieces:
+        return [(leaf.title, "all", "none: an object of this process")]
+    return [
+        (leaf.title if i == 0 else "", _span(piece, leaf), ", ".join(piece.devices))
+        for i, piece in enumerate(leaf.pieces)
+    ]
 
 
 def _span(piece: Piece, leaf: Leaf) -> str:
