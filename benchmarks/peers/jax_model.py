@@ -27,7 +27,21 @@ def optimizer(name: str) -> optax.GradientTransformation:
     work = WORK[name]
     if work.optimizer == "sgd":
         return optax.sgd(work.rate, momentum=MOMENTUM)
-    return optax.adam(work.rate, B1, B2, EPS)
+    return _adam(work.rate)
+
+
+def _adam(rate: float) -> optax.GradientTransformation:
+    """Adam as Keras computes it: epsilon is added before the bias is corrected, which Optax's own does after."""
+
+    def update(gradients: Any, state: optax.ScaleByAdamState, params: Any = None) -> Any:
+        count = state.count + 1
+        mu = jax.tree.map(lambda g, m: B1 * m + (1 - B1) * g, gradients, state.mu)
+        nu = jax.tree.map(lambda g, v: B2 * v + (1 - B2) * g**2, gradients, state.nu)
+        step = rate * jnp.sqrt(1 - B2**count) / (1 - B1**count)
+        updates = jax.tree.map(lambda m, v: -step * m / (jnp.sqrt(v) + EPS), mu, nu)
+        return updates, optax.ScaleByAdamState(count, mu, nu)
+
+    return optax.GradientTransformation(optax.scale_by_adam(B1, B2).init, update)
 
 
 def _mlp(p: dict[str, Any], x: Any) -> Any:

@@ -87,12 +87,17 @@ def _rank(name: str, rank: int, port: int) -> Callable[[int], Any]:
         return x, y.long()
 
     data = [prepared(*batch) for batch in batches(name)]
+    taken = 0
 
     def one(i: int) -> Any:
+        nonlocal taken
         x, y = data[i % len(data)]
         opt.zero_grad(set_to_none=True)
         loss = F.cross_entropy(net(x).flatten(0, -2), y.flatten())
         loss.backward()
+        if work.optimizer == "adam":  # the other peers add epsilon before the bias is corrected: the same, torch's way
+            taken += 1
+            opt.param_groups[0]["eps"] = EPS / (1 - B2**taken) ** 0.5
         opt.step()
         return loss.detach()
 
