@@ -222,8 +222,10 @@ def test_devices_that_are_not_there_are_refused():
         CentralStorageStrategy(["cpu:0"], "cpu:99")
     with pytest.raises(rx.DeviceError, match=r"worker.*task:7"):
         CentralStorageStrategy(["cpu:0"], "/job:worker/task:7/cpu:0")
-    with pytest.raises(rx.DeviceError):
+    with pytest.raises(rx.DeviceError, match="CentralStorageStrategy.*more than once"):
         CentralStorageStrategy(["cpu:0", "cpu:0"])
+    with pytest.raises(rx.DeviceError, match="takes a list of devices"):
+        CentralStorageStrategy("cpu:0")
 
 
 def test_state_of_no_variable_goes_beside_the_variable_with_the_first_name():

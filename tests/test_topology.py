@@ -366,6 +366,15 @@ def test_every_replica_gets_a_block_of_cores_of_its_own(mesh, data):
         assert sorted((replica - replica.min(axis=0)).tolist()) == sorted(block.tolist())
 
 
+def test_cores_are_counted_from_zero_and_no_further():
+    assignment = DeviceAssignment.build(full(2, 1, 1, 2), computation_shape=(1, 1, 1, 2), num_replicas=2)
+
+    for ask in (assignment.coordinates, assignment.tpu_ordinal, assignment.host_device, assignment.tpu_device):
+        for replica, core in ((2, 0), (-1, 0), (0, 2), (0, -1)):
+            with pytest.raises(ValueError, match="2 replicas of 2 cores each, both counted from 0"):
+                ask(replica, core)
+
+
 # Slices with missing chips.
 
 

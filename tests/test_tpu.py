@@ -33,6 +33,23 @@ def test_steps_per_run_is_kept_for_training_loops():
     assert rx.TPUStrategy(steps_per_run=100).steps_per_run == 100
 
 
+def test_extended_tells_about_the_slice():
+    extended = of_cores(2, 4, steps_per_run=5).extended
+
+    assert (extended.steps_per_run, extended.num_hosts, extended.num_replicas_per_host) == (5, 1, 4)
+    assert len(extended.worker_devices) == 4
+
+
+def test_a_device_assignment_has_had_two_names():
+    cores = DeviceAssignment.build(Topology.from_devices(jax.local_devices()), num_replicas=2)
+
+    assert rx.TPUStrategy(steps_per_run=3, device_assignment=cores).num_replicas_in_sync == 2
+    with pytest.raises(ValueError, match="two names of one argument"):
+        rx.TPUStrategy(None, cores, device_assignment=cores)
+    with pytest.raises(ValueError, match="got 100 of type int"):
+        rx.TPUStrategy(None, 100)
+
+
 def test_the_host_of_a_single_process_is_always_the_first():
     assert rx.TPUStrategy().get_host_cpu_device(3) == "/replica:0/task:0/device:CPU:0"
 
@@ -136,6 +153,8 @@ def test_a_value_that_is_split_lies_in_parts():
         ([0, 2], r"axis 0 of size 4 in 0 parts"),
         ([2, 2], r"2 x 2 = 4 parts, 2 logical devices"),
         ([1, 1], r"1 x 1 = 1 parts, 2 logical devices"),
+        (["a", 2], r"\['a', 2\] of type list"),
+        (2, r"2 of type int"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused_with_the_numbers(parts, found):
@@ -143,7 +162,13 @@ def test_parts_that_do_not_fit_are_refused_with_the_numbers(parts, found):
         of_cores(2, 4).experimental_split_to_logical_devices(jnp.ones((4, 6)), parts)
 
 
-@pytest.mark.parametrize("number", [-1, 2])
+def test_a_list_is_split_like_an_array():
+    strategy = of_cores(2, 4)
+
+    assert strategy.run(lambda: strategy.experimental_split_to_logical_devices([1.0, 2.0], [2]).sum()) == 3.0
+
+
+@pytest.mark.parametrize("number", [-1, 2, 0.5, "a"])
 def test_a_core_that_is_not_there_is_refused(number):
     strategy = of_cores(2, 4)
     with pytest.raises(ValueError, match=f"logical device {number}; a replica has 2"):
@@ -166,6 +191,14 @@ def test_worker_devices_are_those_of_the_logical_device_in_force():
         second = strategy.extended.worker_devices
 
     assert set(first) | set(second) == set(jax.devices())
+    seen = []
+
+    def step():
+        with rx.get_replica_context().experimental_logical_device(1):
+            seen.append(strategy.extended.worker_devices)
+
+    strategy.run(step)
+    assert seen == [second]
     assert strategy.extended.worker_devices == first
 
 

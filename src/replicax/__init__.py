@@ -66,6 +66,7 @@ from replicax._strategy.layout import fully_sharded as fully_sharded
 from replicax._strategy.layout import partition_rules as partition_rules
 from replicax._strategy.layout import shard as shard
 from replicax._strategy.mirrored import MirroredStrategy as MirroredStrategy
+from replicax._strategy.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from replicax._strategy.one_device import OneDeviceStrategy as OneDeviceStrategy
 from replicax._strategy.tpu import TPUStrategy as TPUStrategy
 from replicax._strategy.where import locality as locality
@@ -79,6 +80,7 @@ from replicax._variables.gradients import grad as grad
 from replicax._variables.gradients import value_and_grad as value_and_grad
 from replicax._variables.variable import Variable as Variable
 from replicax.cluster import Server as Server
+from replicax.experimental import ParameterServerStrategy as ParameterServerStrategy
 from replicax.optim import Optimizer as Optimizer
 from replicax.optim import TrainState as TrainState
 from replicax.train._accumulate import accumulate as accumulate

@@ -14,6 +14,7 @@ import dataclasses
 import enum
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
@@ -331,6 +332,11 @@ class ReplicaContext:
         placement = self._strategy.placement
         index = self._replica_id if isinstance(self._replica_id, int) else 0
         return tuple(placement.mesh.devices.reshape(placement.replicas, -1)[index])
+
+    def experimental_logical_device(self, logical_device_id: int) -> AbstractContextManager[None]:
+        """As ``strategy.extended.experimental_logical_device``, for a replica of several devices."""
+        self._require("experimental_logical_device")
+        return self._strategy.extended.experimental_logical_device(logical_device_id)
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

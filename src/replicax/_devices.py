@@ -104,6 +104,8 @@ def resolve(word: str | jax.Device) -> jax.Device:
 
 def resolve_all(words: Iterable[str | jax.Device], call: str) -> tuple[jax.Device, ...]:
     """`resolve` for a list in which no device may stand twice; `call` is the user's call, for the message."""
+    if isinstance(words, (str, jax.Device)):
+        raise _not_a_list(words, call)
     words = list(words)
     devices = tuple(resolve(word) for word in words)
     if len(set(devices)) < len(devices):
@@ -130,6 +132,12 @@ def local_devices_default() -> tuple[jax.Device, ...]:
     """The devices of this process that a strategy takes if none are named: its accelerators, or else all its CPUs."""
     _host.tune_before_start()
     return tuple(jax.local_devices())
+
+
+def accelerators_or_one_cpu() -> tuple[jax.Device, ...]:
+    """What tf.distribute's strategies took by default: the accelerators of this process, or else its first CPU."""
+    accelerators = tuple(device for device in local_devices_default() if device.platform != "cpu")
+    return accelerators or (resolve(str(FIRST_CPU)),)
 
 
 def _parse_part(word: str, part: str) -> dict[str, str | int | None]:
@@ -229,11 +237,16 @@ def _span(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
+def _not_a_list(given: str | jax.Device, call: str) -> DeviceError:
+    word = given if isinstance(given, str) else canonical(given)
+    return DeviceError(message(f"{call} takes a list of devices", [f"got {word!r} alone"], instead=[f"[{word!r}]"]))
+
+
 def _duplicates(call: str, words: list[str | jax.Device], devices: tuple[jax.Device, ...]) -> DeviceSpecError:
     twice = [device for device in dict.fromkeys(devices) if devices.count(device) > 1]
     return DeviceSpecError(
         message(
-            f"{call} names a device more than once",
+            f"No duplicates allowed in `devices` argument: {call} names a device more than once",
             [
                 f"{canonical(device)}: {', '.join(repr(w) for w, d in zip(words, devices, strict=True) if d == device)}"
                 for device in twice

@@ -176,7 +176,7 @@ def needs_scope(call: str, strategy: Any) -> ContextError:
     return ContextError(
         message(
             f'Need to be inside "with strategy.scope()" for {call} of {strategy!r}',
-            why="The default strategy is in force here, inside one of its runs.",
+            why="The default strategy is in force here.",
             instead=["with strategy.scope(): ..."],
         )
     )
@@ -609,21 +609,6 @@ def averages_padding(fn: Any, site: Any, counts: Any, rows: int) -> LocalityErro
             ],
         )
     )
-
-
-def duplicate_devices(devices: Sequence[Any]) -> DeviceError:
-    twice = sorted({str(device) for device in devices if list(devices).count(device) > 1})
-    return DuplicateDeviceError(
-        message(
-            "MirroredStrategy(devices=...): No duplicates allowed in `devices` argument",
-            [f"{device}  named more than once" for device in twice],
-            "Each device holds one replica.",
-        )
-    )
-
-
-class DuplicateDeviceError(DeviceError, AssertionError):
-    """One device was given two replicas."""
 
 
 def _name(fn: Any) -> str:

@@ -10,6 +10,7 @@ from replicax._options import CommunicationImplementation as CollectiveCommunica
 from replicax._options import CommunicationImplementation as CommunicationImplementation
 from replicax._options import CommunicationOptions as CommunicationOptions
 from replicax._strategy.central_storage import CentralStorageStrategy as CentralStorageStrategy
+from replicax._strategy.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from replicax._strategy.tpu import TPUStrategy as TPUStrategy
 from replicax._strategy.tpu import initialize_tpu_system as initialize_tpu_system
 from replicax._strategy.tpu import shutdown_tpu_system as shutdown_tpu_system
@@ -45,21 +46,14 @@ class _Unavailable:
 
 def _refuse(cls: type[_Unavailable]) -> NoReturn:
     raise NotAvailableError(
-        message(f"`rx.experimental.{cls.__name__}(...)` is not available yet", why=cls._missing, instead=cls._instead)
+        message(f"`{cls.__name__}(...)` is not available yet", why=cls._missing, instead=cls._instead)
     )
-
-
-class MultiWorkerMirroredStrategy(_Unavailable):
-    """Synchronous training over several processes. Not available yet."""
-
-    _missing = "What is missing is the strategy over several processes; the clusters it reads are in `rx.cluster`."
-    _instead = ("use the devices of one process: `rx.MirroredStrategy()`",)
 
 
 class ParameterServerStrategy(_Unavailable):
     """Asynchronous training with variables on server processes. Not available yet."""
 
-    _missing = "What is missing are the servers and the coordinator."
+    _missing = "What is missing are the processes that hold the variables, and the coordinator that hands out the work."
     _instead = (
         "keep variables in one place, with synchronous replicas in one process: "
         "`rx.experimental.CentralStorageStrategy()`",

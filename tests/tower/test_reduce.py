@@ -198,6 +198,11 @@ def test_map_goes_round_the_devices(distribution):
             distribution.map([1.0], fn, ids(distribution))
 
 
+def test_nothing_mapped_cannot_be_reduced(distribution):
+    with distribution.scope(), pytest.raises(AssertionError, match="nothing to combine"):
+        distribution.reduce("sum", distribution.map([], lambda x: x), "cpu:0")
+
+
 def test_map_on_one_device_is_a_list(single):
     with single.scope():
         mapped = single.map([1.0, 2.0], lambda x: x)

@@ -163,6 +163,7 @@ def test_a_tpu_strategy_takes_lists_of_the_towers_values():
         assert distribution.reduce("mean", [1.0, 2.0], "cpu:0") == 1.5
         assert distribution.reduce("only_first_tower", [1.0, 2.0], "cpu:0") == 1.0
         assert distribution.reduce("sum", tower.PerDevice((1.0, 2.0))) == 3.0
+        assert distribution.batch_reduce("mean", [([1.0, 2.0], "cpu:0"), ([3.0, 5.0], v)]) == [1.5, 4.0]
 
 
 def test_a_deep_copy_of_a_tpu_strategy_is_whole():
@@ -194,10 +195,23 @@ def test_a_cluster_needs_the_jobs_of_its_strategy():
     "make", [tower.ParameterServerStrategy, tower.CollectiveAllReduceStrategy, lambda: tower.MirroredStrategy([D0])]
 )
 def test_clusters_are_not_available_and_say_so(make):
-    with pytest.raises(rx.NotAvailableError, match="one process"):
+    with pytest.raises(rx.NotAvailableError, match="(?s)configure.*process"):
         make().configure(cluster_spec=CLUSTER, task_type="worker", task_id=0)
     assert make().configure() is None
     assert make().configure(session_config={"any": "thing"}) is None
+
+
+def test_the_only_worker_of_a_cluster_is_alone():
+    distribution = tower.CollectiveAllReduceStrategy()
+
+    assert distribution.configure(cluster_spec={"worker": ["a:1"]}, task_type="worker", task_id=0) is None
+    assert distribution.worker_devices == [D0]
+
+
+def test_a_negative_number_of_gpus_is_refused():
+    for make in (tower.CollectiveAllReduceStrategy, tower.ParameterServerStrategy):
+        with pytest.raises(ValueError, match="num_gpus=-1"):
+            make(-1)
 
 
 def test_starting_and_ending_do_nothing():

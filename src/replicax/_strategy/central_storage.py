@@ -10,7 +10,7 @@ import jax
 
 from replicax import _errors
 from replicax._cross.ops import CrossDeviceOps
-from replicax._devices import resolve
+from replicax._devices import accelerators_or_one_cpu, resolve, resolve_all
 from replicax._placement import Placement, place
 from replicax._strategy.base import Strategy
 from replicax._variables.variable import Variable
@@ -50,9 +50,8 @@ class CentralStorageStrategy(Strategy):
         *,
         eager: bool = False,
     ) -> None:
-        chosen = [resolve(device) for device in compute_devices] if compute_devices else _default_compute_devices()
-        if len(set(chosen)) != len(chosen):
-            raise _errors.duplicate_devices(chosen)
+        call = "`CentralStorageStrategy(compute_devices=...)`"
+        chosen = resolve_all(compute_devices, call) if compute_devices else accelerators_or_one_cpu()
         home = _home(chosen, parameter_device)
         super().__init__(place(chosen, home), eager=eager, cross_device_ops=cross_device_ops)
 
@@ -62,11 +61,6 @@ class CentralStorageStrategy(Strategy):
         """An on-read variable has a component for each replica, which lies where the replica does."""
         placement = super().place_variable(variable, colocate_with)
         return dataclasses.replace(placement, parameter_device=None) if variable.on_read else placement
-
-
-def _default_compute_devices() -> list[jax.Device]:
-    accelerators = [device for device in jax.local_devices() if device.platform != "cpu"]
-    return accelerators or [resolve("cpu:0")]
 
 
 def _home(compute_devices: Sequence[jax.Device], wanted: jax.Device | str | None) -> jax.Device:

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -40,7 +42,7 @@ def count(placement: Placement) -> int:
 def checked(placement: Placement, logical_device: int, call: str) -> int:
     """`logical_device`, if there is one of that number."""
     devices = count(placement)
-    if not 0 <= logical_device < devices:
+    if not isinstance(logical_device, (int, np.integer)) or not 0 <= logical_device < devices:
         raise DeviceError(
             message(
                 f"`{call}` names a logical device that a replica does not have",
@@ -78,8 +80,10 @@ def replicate(strategy: Strategy, x: Any) -> Any:
 
 def split(strategy: Strategy, x: Any, parts: Sequence[int]) -> Any:
     """`x` cut into ``parts[i]`` equal parts along axis i."""
-    call = f"strategy.experimental_split_to_logical_devices(x, {list(parts)})"
-    placement, shape = strategy.placement, tuple(x.shape)
+    call = f"strategy.experimental_split_to_logical_devices(x, {parts!r})"
+    placement, shape = strategy.placement, np.shape(x)
+    if not isinstance(parts, (list, tuple)) or not all(isinstance(part, (int, np.integer)) for part in parts):
+        raise _refused(call, f"{parts!r} of type {type(parts).__name__}", "a list of whole numbers, one an axis")
     if len(parts) != len(shape):
         raise _refused(
             call, f"{len(parts)} numbers, x of shape {list(shape)} has {len(shape)} axes", "one number an axis"
@@ -118,7 +122,7 @@ def _constrained(strategy: Strategy, x: Any, spec: PartitionSpec) -> Any:
     in_a_compiled_step = mode is not None and mode.replica is not None and mode.ledger is not None
     if not in_a_compiled_step or not strategy.placement.auto_axes:
         return x
-    return lax.with_sharding_constraint(x, spec)
+    return lax.with_sharding_constraint(jnp.asarray(x), spec)
 
 
 def _refused(call: str, bad: str, wanted: str) -> VariableError:

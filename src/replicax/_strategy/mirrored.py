@@ -9,7 +9,7 @@ import jax
 
 from replicax import _errors
 from replicax._cross.ops import CrossDeviceOps
-from replicax._devices import local_devices_default, resolve
+from replicax._devices import local_devices_default, resolve_all
 from replicax._placement import AXIS, Placement, place, place_grid
 from replicax._strategy.base import Strategy
 from replicax._strategy.layout import LayoutPolicy
@@ -49,9 +49,7 @@ class MirroredStrategy(Strategy):
         replica_mesh: Mapping[str, int] | None = None,
         variables: LayoutPolicy | None = None,
     ) -> None:
-        chosen = [resolve(device) for device in devices] if devices else list(local_devices_default())
-        if len(set(chosen)) != len(chosen):
-            raise _errors.duplicate_devices(chosen)
+        chosen = resolve_all(devices, "`rx.MirroredStrategy(devices=...)`") if devices else local_devices_default()
         placement = _grid(chosen, dict(replica_mesh)) if replica_mesh else place(chosen)
         if eager and placement.auto_axes:
             raise _errors.eager_over_several_devices(placement)

@@ -16,6 +16,7 @@ from replicax._errors import ClusterError, DeviceError, message
 from replicax._placement import Placement, place, place_grid
 from replicax._strategy import logical
 from replicax._strategy.base import Strategy
+from replicax._strategy.extended import StrategyExtended
 from replicax._strategy.layout import LayoutPolicy
 from replicax.cluster import DeviceAssignment, Topology, TPUClusterResolver, TPUSystemMetadata
 
@@ -35,6 +36,7 @@ class TPUStrategy(Strategy):
       num_cores: Uses only so many cores.
       variables: How variables lie between steps, as in `rx.MirroredStrategy`.
       eager: True runs steps line by line, so that `print` and `pdb` work.
+      device_assignment: The former name of `experimental_device_assignment`.
 
     >>> import jax, replicax as rx
     >>> resolver = rx.cluster_resolver.TPUClusterResolver("local")
@@ -56,13 +58,15 @@ class TPUStrategy(Strategy):
         num_cores: int | None = None,
         variables: LayoutPolicy | None = None,
         eager: bool = False,
+        device_assignment: DeviceAssignment | None = None,
     ) -> None:
+        assignment = _assignment(experimental_device_assignment, device_assignment)
         self._resolver = _resolver(tpu_cluster_resolver, "rx.TPUStrategy(...)")
         self._metadata = self._resolver.get_tpu_system_metadata()
         self._assigns_single_cores = not experimental_spmd_xla_partitioning
         self.steps_per_run = 1 if steps_per_run is None else steps_per_run
         """How many steps a training loop should take per call of `run_steps`; nothing here asks for it."""
-        placement = _placed(self._metadata, experimental_device_assignment, num_cores)
+        placement = _placed(self._metadata, assignment, num_cores)
         if eager and placement.auto_axes:
             raise _errors.eager_over_several_devices(placement)
         super().__init__(placement, eager=eager, variables=variables)
@@ -95,6 +99,11 @@ class TPUStrategy(Strategy):
         if job is None:
             return "/replica:0" + _HOST_CPU.format(host=0)
         return f"/job:{job}" + _HOST_CPU.format(host=host_id)
+
+    @property
+    def extended(self) -> TPUExtended:
+        """The members that tf.distribute keeps under ``strategy.extended``, those of TPUs included."""
+        return TPUExtended(self)
 
     # -- the cores of one replica
 
@@ -141,6 +150,27 @@ class TPUStrategy(Strategy):
         return logical.replicate(self, tensor)
 
 
+class TPUExtended(StrategyExtended):
+    """``strategy.extended`` of a `TPUStrategy`, which also tells about the slice."""
+
+    _strategy: TPUStrategy
+
+    @property
+    def steps_per_run(self) -> int:
+        """How many steps a training loop should take per call of `run_steps`."""
+        return self._strategy.steps_per_run
+
+    @property
+    def num_hosts(self) -> int:
+        """How many hosts the slice has."""
+        return self._strategy.num_hosts
+
+    @property
+    def num_replicas_per_host(self) -> int:
+        """How many replicas each host has."""
+        return self._strategy.num_replicas_per_host
+
+
 def initialize_tpu_system(cluster_resolver: TPUClusterResolver | None = None) -> Topology:
     """The topology of the slice. The cores need no preparation, so it may be left out and called any number of times.
 
@@ -165,6 +195,28 @@ def _resolver(given: Any, call: str) -> TPUClusterResolver:
                 f"`{call}` needs a TPUClusterResolver",
                 [f"got {type(given).__name__}"],
                 instead=['rx.cluster_resolver.TPUClusterResolver("local")'],
+            )
+        )
+    return given
+
+
+def _assignment(named: Any, formerly: Any) -> DeviceAssignment | None:
+    """The device assignment, under whichever of its names it was given."""
+    if named is not None and formerly is not None:
+        raise DeviceError(
+            "`rx.TPUStrategy(experimental_device_assignment=..., device_assignment=...)`: two names of one argument. "
+            "Pass one of them."
+        )
+    given = formerly if named is None else named
+    if given is not None and not isinstance(given, DeviceAssignment):
+        raise DeviceError(
+            message(
+                "`rx.TPUStrategy(resolver, experimental_device_assignment)` needs a DeviceAssignment",
+                [f"got {given!r} of type {type(given).__name__}"],
+                instead=[
+                    "DeviceAssignment.build(topology, computation_shape=[1, 1, 1, 2], num_replicas=n)",
+                    "rx.TPUStrategy(resolver, steps_per_run=n), if that was meant",
+                ],
             )
         )
     return given

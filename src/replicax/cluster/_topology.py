@@ -299,6 +299,8 @@ class DeviceAssignment:
 
     def coordinates(self, replica: int, logical_core: int) -> Coordinates:
         """Where a core of a replica lies."""
+        if not (0 <= replica < self.num_replicas and 0 <= logical_core < self.num_cores_per_replica):
+            raise _no_such_core(replica, logical_core, self)
         return tuple(self._core_assignment[replica, logical_core].tolist())
 
     def lookup_replicas(self, task_id: int, logical_core: int) -> list[int]:
@@ -541,6 +543,18 @@ def _no_replica_there(task_id: int, logical_core: int, assignment: DeviceAssignm
         message(
             f"`lookup_replicas({task_id}, {logical_core})`: no replica has that logical core on that task",
             [f"there are {assignment.topology.num_tasks} tasks and {assignment.num_cores_per_replica} cores a replica"],
+        )
+    )
+
+
+def _no_such_core(replica: int, logical_core: int, assignment: DeviceAssignment) -> TopologyError:
+    return TopologyError(
+        message(
+            f"There is no core {logical_core} of replica {replica}",
+            [
+                f"there are {assignment.num_replicas} replicas of {assignment.num_cores_per_replica} cores each, "
+                "both counted from 0"
+            ],
         )
     )
 

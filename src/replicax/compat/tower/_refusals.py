@@ -86,8 +86,12 @@ def missing_argument(call: str, argument: str) -> TypeError:
     return TypeError(f"{call} is missing its argument {argument!r}.")
 
 
+class NothingToReduceError(InputError, AssertionError):
+    """What `map` returned for no items was to be combined."""
+
+
 def nothing_to_reduce() -> InputError:
-    return InputError("reduce(...) of what `map` returned for no items: there is nothing to combine.")
+    return NothingToReduceError("reduce(...) of what `map` returned for no items: there is nothing to combine.")
 
 
 def not_mirrored(call: str, value: Any) -> NotMirroredError:
@@ -103,6 +107,10 @@ def not_mirrored(call: str, value: Any) -> NotMirroredError:
 
 def no_devices() -> NoDevicesError:
     return NoDevicesError("MirroredStrategy(devices=[]): it needs at least one device. Leave `devices` out for all.")
+
+
+def fewer_than_none(count: int) -> DeviceError:
+    return DeviceError(f"num_gpus={count}: say how many GPUs to use, 0 for the CPU.")
 
 
 def two_ways(call: str, first: str, second: str) -> ValueError:

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 
 from replicax._devices import resolve
-from replicax._errors import ClusterError, NotAvailableError
 from replicax._strategy.central_storage import CentralStorageStrategy as CentralStorage
 from replicax._strategy.mirrored import MirroredStrategy as Mirrored
+from replicax._strategy.multi_worker import several_processes
 from replicax._strategy.one_device import OneDeviceStrategy as OneDevice
 from replicax._strategy.tpu import TPUStrategy as TPU
-from replicax.cluster import TPUClusterResolver, validate_cluster
+from replicax.cluster import ClusterSpec, TPUClusterResolver, validate_cluster, worker_count
 from replicax.cluster._roles import CHIEF, PS, WORKER
 from replicax.compat.tower import _refusals
 from replicax.compat.tower._cross_tower_ops import as_cross_device_ops
@@ -73,7 +73,8 @@ class OneDeviceStrategy(DistributionStrategy):
 class CollectiveAllReduceStrategy(DistributionStrategy):
     """One tower on each of this worker's devices, and collectives to reduce.
 
-    On one machine it is `MirroredStrategy`. Several are configured into one by a cluster, which needs processes.
+    On one machine it is `MirroredStrategy`. `configure` with a cluster of several workers, which would make it one of
+    them, raises `rx.NotAvailableError`.
 
     Args:
       num_gpus_per_worker: So many of the first GPUs; 0 is one CPU.
@@ -94,9 +95,12 @@ class CollectiveAllReduceStrategy(DistributionStrategy):
         task_type: str | None = None,
         task_id: int | None = None,
     ) -> None:
-        """Turns it into one worker of a cluster; without one it stays what it is."""
+        """Turns it into one worker of a cluster; without one, or as its only worker, it stays what it is."""
         if cluster_spec:
-            raise _no_cluster("CollectiveAllReduceStrategy", cluster_spec, task_type, task_id, needs=WORKER)
+            cluster = _checked("CollectiveAllReduceStrategy", cluster_spec, task_type, task_id, needs=WORKER)
+            workers = worker_count(cluster, WORKER)
+            if workers > 1:
+                raise several_processes("CollectiveAllReduceStrategy.configure(cluster_spec=...)", cluster, workers)
 
 
 class ParameterServerStrategy(DistributionStrategy):
@@ -131,7 +135,13 @@ class ParameterServerStrategy(DistributionStrategy):
     ) -> None:
         """Turns it into one worker of a cluster; without one it stays what it is."""
         if cluster_spec:
-            raise _no_cluster("ParameterServerStrategy", cluster_spec, task_type, task_id, needs=PS)
+            _checked("ParameterServerStrategy", cluster_spec, task_type, task_id, needs=PS)
+            raise _refusals.not_available(
+                "ParameterServerStrategy.configure(cluster_spec=...)",
+                "What is missing are the processes that hold the variables; they will come with "
+                "`rx.ParameterServerStrategy`. This version of replicax keeps them in one process.",
+                "leave the cluster out, for the devices of this machine",
+            )
 
 
 class TPUStrategy(DistributionStrategy):
@@ -195,28 +205,42 @@ class TPUStrategy(DistributionStrategy):
         reduce_op: Any = None,
     ) -> Any:
         """As for every strategy; a list is taken as a list of the towers' values."""
-        value = PerDevice(tuple(value)) if isinstance(value, list) else value
+        value = _of_towers(value)
         return super().reduce(aggregation, value, destinations, method_string=method_string, reduce_op=reduce_op)
 
+    def batch_reduce(
+        self,
+        aggregation: Any = None,
+        value_destination_pairs: Any = REQUIRED,
+        *,
+        method_string: Any = None,
+        reduce_op: Any = None,
+    ) -> list[Any]:
+        """As for every strategy; a list in a pair is taken as a list of the towers' values."""
+        pairs = value_destination_pairs
+        if pairs is not REQUIRED:
+            pairs = [(_of_towers(value), destinations) for value, destinations in pairs]
+        return super().batch_reduce(aggregation, pairs, method_string=method_string, reduce_op=reduce_op)
 
-def _no_cluster(
-    strategy: str, cluster_spec: Any, task_type: str | None, task_id: int | None, needs: str
-) -> ClusterError | NotAvailableError:
-    """What is wrong with a cluster, or that there are no clusters yet."""
+
+def _of_towers(value: Any) -> Any:
+    return PerDevice(tuple(value)) if isinstance(value, list) else value
+
+
+def _checked(strategy: str, cluster_spec: Any, task_type: str | None, task_id: int | None, needs: str) -> ClusterSpec:
+    """A cluster that makes sense for this strategy and this task."""
     if task_type is None or task_id is None:
-        return _refusals.no_task(strategy)
+        raise _refusals.no_task(strategy)
     cluster = validate_cluster(cluster_spec, task_type, task_id)
     if needs not in cluster.jobs and not (needs == WORKER and CHIEF in cluster.jobs):
-        return _refusals.no_job(strategy, needs, cluster.jobs)
+        raise _refusals.no_job(strategy, needs, cluster.jobs)
     if needs == WORKER and task_type not in (CHIEF, WORKER):
-        return _refusals.wrong_task(strategy, task_type, cluster.jobs)
-    return _refusals.not_available(
-        f"{strategy} with a cluster",
-        "This version of replicax runs in one process.",
-        "leave the cluster out, for the devices of this machine",
-    )
+        raise _refusals.wrong_task(strategy, task_type, cluster.jobs)
+    return cluster
 
 
 def local_accelerators(count: int) -> list[jax.Device]:
     """The first `count` GPUs of this machine; for 0 its CPU."""
+    if count < 0:
+        raise _refusals.fewer_than_none(count)
     return [resolve(f"/gpu:{i}") for i in range(count)] or [resolve("/cpu:0")]
