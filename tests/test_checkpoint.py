@@ -11,15 +11,17 @@ import optax
 import pytest
 
 import replicax as rx
-from replicax._errors import (
+from replicax import (
+    Checkpoint,
     CheckpointDamagedError,
     CheckpointError,
+    CheckpointManager,
     CheckpointMismatchError,
     ContextError,
     NotConsumedError,
     VariableError,
 )
-from replicax.train import Checkpoint, CheckpointManager, latest_checkpoint
+from replicax.train import latest_checkpoint
 
 STRATEGIES = {
     "default": rx.get_strategy,

@@ -42,8 +42,8 @@ class Summing:
             return rx.train.fit(self.step, self.data, progress=False, **options)
 
     def manager(self, directory):
-        checkpoint = rx.train.Checkpoint(total=self.total, data=self.data)
-        return rx.train.CheckpointManager(checkpoint, directory, async_save=False)
+        checkpoint = rx.Checkpoint(total=self.total, data=self.data)
+        return rx.CheckpointManager(checkpoint, directory, async_save=False)
 
 
 def test_goes_through_the_data_once(strategy):
@@ -181,7 +181,7 @@ def test_ctrl_c_leaves_a_program_cleanly_and_the_same_command_goes_on(tmp_path):
         import sys, numpy as np, replicax as rx
         w = rx.Variable(0, name="w")
         data = rx.get_strategy().distribute_dataset([np.ones(2)] * 7)
-        manager = rx.train.CheckpointManager(rx.train.Checkpoint(w=w, data=data), {str(tmp_path)!r})
+        manager = rx.CheckpointManager(rx.Checkpoint(w=w, data=data), {str(tmp_path)!r})
         def stop(numbers):
             print("step", int(numbers["step"]), flush=True)
             return False

@@ -24,8 +24,8 @@ class Counter:
         self.total.assign_add(number[0])
 
     def manager(self, directory):
-        checkpoint = rx.train.Checkpoint(total=self.total, data=self.iterator)
-        return rx.train.CheckpointManager(checkpoint, directory, async_save=False)
+        checkpoint = rx.Checkpoint(total=self.total, data=self.iterator)
+        return rx.CheckpointManager(checkpoint, directory, async_save=False)
 
 
 def test_takes_as_many_steps_as_asked_for():

@@ -107,8 +107,8 @@ def test_it_is_saved_and_restored(tmp_path):
     model, other = Scaled(strategy, 64.0), Scaled(strategy, 8.0)
     model.step(np.inf)
 
-    rx.train.Checkpoint(scale=model.scale).save(tmp_path / "saved")
-    rx.train.Checkpoint(scale=other.scale).restore(tmp_path / "saved")
+    rx.Checkpoint(scale=model.scale).save(tmp_path / "saved")
+    rx.Checkpoint(scale=other.scale).restore(tmp_path / "saved")
 
     assert float(other.scale.value) == 32.0
 

@@ -14,6 +14,7 @@ import pytest
 
 import replicax
 import replicax.host
+from tests.fresh import python
 
 LIST = Path(replicax.__file__).read_text()
 
@@ -114,6 +115,14 @@ def test_what_a_door_shows_is_documented_and_annotated(name):
 
     assert [value.__qualname__ for value in ours if not value.__doc__] == []
     assert [line for value in ours for pair in public_functions(value) for line in missing_annotations(*pair)] == []
+
+
+def test_importing_it_imports_nothing_that_takes_long():
+    heavy = {"orbax", "optax", "rich", "flax", "keras", "grain", "tensorboardX", "sklearn"}
+
+    found = python(f"import sys, replicax; print(sorted({heavy} & set(sys.modules)))")
+
+    assert found == "[]"
 
 
 def test_type_checkers_see_the_annotations():

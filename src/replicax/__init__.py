@@ -16,6 +16,7 @@ from replicax import host as host
 from replicax import keras as keras
 from replicax import metrics as metrics
 from replicax import nnx as nnx
+from replicax import train as train
 from replicax._context import ReplicaContext as ReplicaContext
 from replicax._context import experimental_set_strategy as experimental_set_strategy
 from replicax._context import get_replica_context as get_replica_context
@@ -27,13 +28,16 @@ from replicax._cross.ops import HierarchicalCopyAllReduce as HierarchicalCopyAll
 from replicax._cross.ops import NcclAllReduce as NcclAllReduce
 from replicax._cross.ops import ReductionToOneDevice as ReductionToOneDevice
 from replicax._cross.slices import IndexedSlices as IndexedSlices
+from replicax._errors import CheckpointDamagedError as CheckpointDamagedError
 from replicax._errors import CheckpointError as CheckpointError
+from replicax._errors import CheckpointMismatchError as CheckpointMismatchError
 from replicax._errors import ContextError as ContextError
 from replicax._errors import DeviceError as DeviceError
 from replicax._errors import HostError as HostError
 from replicax._errors import InputError as InputError
 from replicax._errors import LocalityError as LocalityError
 from replicax._errors import NotAvailableError as NotAvailableError
+from replicax._errors import NotConsumedError as NotConsumedError
 from replicax._errors import OutOfRangeError as OutOfRangeError
 from replicax._errors import ReplicaxError as ReplicaxError
 from replicax._errors import StaticArgumentError as StaticArgumentError
@@ -84,6 +88,8 @@ from replicax.experimental import ParameterServerStrategy as ParameterServerStra
 from replicax.optim import Optimizer as Optimizer
 from replicax.optim import TrainState as TrainState
 from replicax.train._accumulate import accumulate as accumulate
+from replicax.train._checkpoint import Checkpoint as Checkpoint
+from replicax.train._manager import CheckpointManager as CheckpointManager
 
 
 def _show_public_names() -> None:

@@ -64,7 +64,7 @@ class PreemptionCheckpointHandler(_Unavailable):
     """Saves the same step on all processes when one is told to stop. Not available yet."""
 
     _missing = "What is missing is the agreement of all processes on the step to save."
-    _instead = ("save every few steps: `rx.train.CheckpointManager(...)`",)
+    _instead = ("save every few steps: `rx.CheckpointManager(...)`",)
 
 
 class PreemptionWatcher(_Unavailable):

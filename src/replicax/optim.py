@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import PartitionSpec
 from jax.tree_util import register_dataclass
 
@@ -22,6 +21,8 @@ from replicax._placement import AXIS
 from replicax._variables.variable import Variable
 
 if TYPE_CHECKING:
+    import optax
+
     from replicax._strategy.base import Strategy
 
 PyTree = Any
@@ -55,13 +56,13 @@ class TrainState:
     @classmethod
     def create(cls, params: PyTree, transform: optax.GradientTransformation) -> TrainState:
         """The state before the first step."""
-        transform = optax.with_extra_args_support(transform)
+        transform = _extended(transform)
         return cls(jnp.zeros((), jnp.int32), params, transform.init(params), transform)
 
     def apply(self, gradients: PyTree, **extra: Any) -> TrainState:
         """The state after one more step; `extra` goes to the transformation."""
         updates, slots = self.transform.update(gradients, self.slots, self.params, **extra)
-        return TrainState(self.step + 1, optax.apply_updates(self.params, updates), slots, self.transform)
+        return TrainState(self.step + 1, _moved(self.params, updates), slots, self.transform)
 
 
 class Optimizer:
@@ -104,7 +105,7 @@ class Optimizer:
                 f'rx.Optimizer(gradients={gradients!r}): write "mean" if each replica\'s loss is a mean over its own '
                 'rows, "sum" if it was divided by the global batch size.'
             )
-        self.transform = optax.with_extra_args_support(transform)
+        self.transform = _extended(transform)
         self.gradients = ReduceOp.parse(gradients)
         self.shard_state = shard_state
         self.variables: tuple[Variable, ...] = ()
@@ -149,7 +150,9 @@ class Optimizer:
             def shared(array: Any) -> Any:
                 return Variable(array, name="optimizer/count", trainable=False) if _is_array(array) else array
 
-            self.state = optax.tree_utils.tree_map_params(
+            from optax.tree_utils import tree_map_params
+
+            self.state = tree_map_params(
                 self.transform, slot, state, list(variables), transform_non_params=shared, is_leaf=_is_masked
             )
         self._slot_of = leaf_of
@@ -247,7 +250,7 @@ class Optimizer:
         ]
         state = jax.tree.map(lambda leaf: leaf.value if isinstance(leaf, Variable) else leaf, self.state)
         updates, new_state = self.transform.update(dense, state, values, **extra)
-        new_values: Any = optax.apply_updates(values, updates)
+        new_values = _moved(values, updates)
         for variable, value in zip(self.variables, new_values, strict=True):
             if variable in gradients:
                 _assign(variable, value if variable.constraint is None else variable.constraint(value), when)
@@ -297,7 +300,24 @@ def _no_gradients(call: str) -> ValueError:
     )
 
 
+# Optax is imported by whoever has a transformation for us, not by `import replicax`.
+
+
+def _extended(transform: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    import optax
+
+    return optax.with_extra_args_support(transform)
+
+
+def _moved(params: PyTree, updates: PyTree) -> Any:
+    import optax
+
+    return optax.apply_updates(params, updates)
+
+
 def _is_masked(x: Any) -> bool:
+    import optax
+
     return isinstance(x, optax.MaskedNode)  # where a transformation keeps nothing for a parameter
 
 

@@ -52,6 +52,7 @@ class Checkpoint:
     _restore_later: Callable[[], None] | None
 
     def __init__(self, **objects: Any) -> None:
+        _store.import_orbax()  # now, so that the first save holds nobody up
         object.__setattr__(self, "_objects", {})
         object.__setattr__(self, "_waiting", None)
         object.__setattr__(self, "_restore_later", None)

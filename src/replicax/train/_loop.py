@@ -12,8 +12,6 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from replicax import _context
 from replicax._errors import InputError, NotAvailableError, message
@@ -85,7 +83,9 @@ def fit(
     loop = _Loop(strategy, report_every, manager, save_every, evaluate, evaluate_every, stop)
     done = 0 if manager is None else manager.restore_latest() or 0
     shown = strategy.is_chief and (sys.stderr.isatty() if progress is None else progress)
-    with _bar(shown) as bar, _events(log_dir if strategy.is_chief else None) as events, _Interrupt() as interrupt:
+    from replicax.train._bar import drawn  # rich is for those who watch
+
+    with drawn(shown) as bar, _events(log_dir if strategy.is_chief else None) as events, _Interrupt() as interrupt:
         loop.sinks = [bar.show, events]
         bar.begin(done, steps if steps is not None else _length(data))
         return loop.run(step, data, done, steps, interrupt)
@@ -257,35 +257,6 @@ class _Interrupt:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
             self._before = None
-
-
-class _Bar:
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._task = progress.add_task("training", total=None, rate="", numbers="")
-        self._begun = 0
-
-    def begin(self, done: int, total: int | None) -> None:
-        self._begun = done
-        self._progress.update(self._task, total=total, completed=done)
-
-    def show(self, done: int, numbers: Numbers) -> None:
-        task = self._progress.tasks[0]
-        rate = (done - self._begun) / task.elapsed if task.elapsed else 0.0
-        words = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
-        self._progress.update(self._task, completed=done, rate=f"{rate:.1f} steps/s", numbers=words)
-        self._progress.refresh()
-
-
-@contextlib.contextmanager
-def _bar(shown: bool) -> Iterator[_Bar]:
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
-        TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[numbers]}"),
-    )  # fmt: skip
-    # Refreshed when there are numbers to show: a thread that draws would compete with the step.
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=False, disable=not shown) as progress:
-        yield _Bar(progress)
 
 
 @contextlib.contextmanager

@@ -124,6 +124,6 @@ def _no_manager(save_every: int | None, max_restarts: int) -> InputError:
         message(
             f"`rx.train.Monitor(step, save_every={save_every}, max_restarts={max_restarts})` has nowhere to save",
             why="To go back to a step it must have been saved.",
-            instead=["`rx.train.Monitor(step, manager=rx.train.CheckpointManager(checkpoint, directory), ...)`"],
+            instead=["`rx.train.Monitor(step, manager=rx.CheckpointManager(checkpoint, directory), ...)`"],
         )
     )

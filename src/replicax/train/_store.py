@@ -39,8 +39,6 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
-from etils import epath
 from jax.typing import ArrayLike
 
 from replicax._errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError, message
@@ -170,11 +168,17 @@ class PendingSave:
 
     def start(self) -> None:
         """Writes in a thread."""
-        self._result = self._thread.submit(self._run_unwatched)
+        self._result = self._thread.submit(self._save_unwatched)
         self._thread.shutdown(wait=False)  # the thread ends with its one task
 
     def run(self) -> None:
         """Writes here and now. One process writes; the others hold the same values."""
+        try:
+            self._save()
+        finally:
+            self._result.set_result(None)
+
+    def _save(self) -> None:
         arrays, self._arrays = self._arrays, {}
         try:
             if jax.process_index() != 0:
@@ -208,9 +212,9 @@ class PendingSave:
             if self._result.done():
                 self._thread.shutdown(wait=True)
 
-    def _run_unwatched(self) -> None:
+    def _save_unwatched(self) -> None:
         try:
-            self.run()
+            self._save()
         except CheckpointError as error:
             _log.error("%s", error)  # `wait` raises it, but nobody has to call `wait`
             raise
@@ -241,6 +245,7 @@ def begin(
     final = Path(path).absolute()
     if final in _under_way:
         raise _already_saving(_under_way[final])
+    import_orbax()  # not in the thread, where a program that ends would not let it
     pending = PendingSave(final, snapshot(arrays), _as_json(final, dict(metadata or {})), then)
     _under_way[final] = pending
     return pending
@@ -307,7 +312,8 @@ def _write(path: Path, arrays: dict[str, _Snapshot], metadata: str, say: Callabl
     say(f"writing {sum(blob.nbytes for blob in blobs.values()) / 1e6:.1f} MB")
     (path / folder).mkdir(parents=True)
     if blobs:
-        _orbax().save(epath.Path(path / folder), args=ocp.args.PyTreeSave(blobs))
+        orbax = import_orbax()
+        _handler().save(_as_orbax(path / folder), args=orbax.args.PyTreeSave(blobs))
     say("reading back what was written")
     files = _digest_files(path, folder)
     say("putting the manifest in place")
@@ -350,8 +356,21 @@ def _as_storable(array: np.ndarray) -> np.ndarray:
     return array if array.dtype.isbuiltin == 1 else array.view(f"u{array.dtype.itemsize}")
 
 
-def _orbax() -> ocp.PyTreeCheckpointHandler:
-    return ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
+def import_orbax() -> Any:
+    """Imported on first use: it takes longer than all of replicax."""
+    import orbax.checkpoint
+
+    return orbax.checkpoint
+
+
+def _handler() -> Any:
+    return import_orbax().PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
+
+
+def _as_orbax(path: Path) -> Any:
+    from etils import epath  # the paths that Orbax's handlers take
+
+    return epath.Path(path)
 
 
 def _digest(array: np.ndarray) -> str:
@@ -525,11 +544,12 @@ def _read_blobs(folder: Path, places: set[str | None]) -> dict[str, np.ndarray]:
     wanted = sorted(place for place in places if place is not None)
     if not wanted:
         return {}
-    as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
-    args = ocp.args.PyTreeRestore(
+    orbax = import_orbax()
+    as_numpy = orbax.RestoreArgs(restore_type=np.ndarray)
+    args = orbax.args.PyTreeRestore(
         item={place: 0 for place in wanted}, restore_args={place: as_numpy for place in wanted}, partial_restore=True
     )
-    return _orbax().restore(epath.Path(folder), args=args)
+    return _handler().restore(_as_orbax(folder), args=args)
 
 
 def _unpack(leaf: Leaf, blobs: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-import optax
+from typing import TYPE_CHECKING, Any
 
 from replicax._run.steps import MultiStepContext
 from replicax._variables import gradients, overlay
@@ -13,6 +11,9 @@ from replicax._variables.variable import Variable
 from replicax.compat.tower._input import InputIterator
 from replicax.compat.tower._strategy import DistributionStrategy
 from replicax.optim import Optimizer
+
+if TYPE_CHECKING:
+    import optax
 
 
 class Step:
