@@ -60,6 +60,10 @@ class Strategy:
         self.cross_device_ops = chosen(cross_device_ops)
         self.communication_options = communication_options or CommunicationOptions()
         self.layouts = variables
+        self._begin_empty()
+
+    def _begin_empty(self) -> None:
+        """A new strategy has made no variable and compiled no program."""
         self.made: weakref.WeakSet[Variable] = weakref.WeakSet()
         self.programs = Programs(self)
         self.functions = Programs(self, Kind.CROSS)
@@ -346,41 +350,33 @@ class Strategy:
         >>> [int(i) for i in strategy.experimental_local_results(ids)]
         [0, 1]
         """
-        local = len(self.placement.local_replicas)
         if self.num_replicas_in_sync == 1:
             return (value.values[0],) if isinstance(value, PerReplica) else (value,)
         if isinstance(value, Variable):
             return value.values
-        if isinstance(value, PerReplica) and value.form == TRACED:
-            mode = _context.require_cross(self, "strategy.experimental_local_results(...)")
-            assert mode is not None and mode.ledger is not None
-            return tuple(mode.ledger.components(value))
-        opened = jax.tree.map(
-            lambda leaf: _Opened(self.experimental_local_results(leaf)) if isinstance(leaf, PerReplica) and leaf is not value
-            else leaf, value, is_leaf=lambda leaf: isinstance(leaf, PerReplica),
-        ) if not isinstance(value, PerReplica) else None  # fmt: skip
-        if isinstance(value, PerReplica):
-            return value.values
+        leaves, tree = jax.tree.flatten(value, is_leaf=_is_per_replica)
+        opened = [self._components(leaf) for leaf in leaves]
         return tuple(
-            jax.tree.map(
-                lambda leaf, i=i: leaf.entries[i] if isinstance(leaf, _Opened) else self._copy_of(leaf, i),
-                opened,
-                is_leaf=lambda leaf: isinstance(leaf, _Opened),
-            )
-            for i in range(local)
+            jax.tree.unflatten(tree, [components[i] for components in opened])
+            for i in range(len(self.placement.local_replicas))
         )
 
     def unwrap(self, value: PyTree) -> tuple[Any, ...]:
         """The former name of `experimental_local_results`."""
         return self.experimental_local_results(value)
 
-    def _copy_of(self, leaf: Any, index: int) -> Any:
-        """Replica `index`'s copy of a mirrored array; anything else is the same for all."""
+    def _components(self, leaf: Any) -> Sequence[Any]:
+        """One entry per replica of this process: its own component, its copy of a mirrored array, or what all share."""
+        if isinstance(leaf, PerReplica) and leaf.form == TRACED:
+            mode = _context.require_cross(self, "strategy.experimental_local_results(...)")
+            assert mode is not None and mode.ledger is not None
+            return mode.ledger.components(leaf)
+        if isinstance(leaf, PerReplica):
+            return leaf.values
+        copies = {}
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
-            for shard in leaf.addressable_shards:
-                if shard.device == self.placement.local_devices[index] and shard.data.shape == leaf.shape:
-                    return shard.data
-        return leaf
+            copies = {s.device: s.data for s in leaf.addressable_shards if s.data.shape == leaf.shape}
+        return [copies.get(device, leaf) for device in self.placement.local_devices]
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> PyTree:
         """Makes a value per replica from a function of `rx.ValueContext`, called once for each replica of this process.
@@ -429,27 +425,18 @@ class Strategy:
         memo[id(self)] = twin
         memo |= {id(device): device for device in jax.devices()}  # there is one of each
         for name, value in self.__dict__.items():
-            if name == "made":
-                value = weakref.WeakSet()
-            shared = isinstance(value, (Placement, Programs, weakref.WeakSet))
-            twin.__dict__[name] = value if shared else copy.deepcopy(value, memo)
-        twin.programs = Programs(twin)
-        twin.functions = Programs(twin, Kind.CROSS)
-        twin.loops = Programs(twin, Kind.CROSS, _steps.Loop)
+            if not isinstance(value, (Programs, weakref.WeakSet)):
+                twin.__dict__[name] = value if isinstance(value, Placement) else copy.deepcopy(value, memo)
+        twin._begin_empty()
         return twin
 
 
-class _Opened:
-    """A per-replica leaf, opened, so that a structure can be copied once per replica."""
-
-    __slots__ = ("entries",)
-
-    def __init__(self, entries: tuple[Any, ...]) -> None:
-        self.entries = entries
+def _is_per_replica(x: Any) -> bool:
+    return isinstance(x, PerReplica)
 
 
 def _is_value(x: Any) -> bool:
-    return isinstance(x, PerReplica) or is_slices(x)
+    return _is_per_replica(x) or is_slices(x)
 
 
 def _axes(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
