@@ -173,6 +173,20 @@ def test_a_buffer_that_the_source_reuses_does_not_change_what_was_handed_out():
     assert [np.unique(np.asarray(element.data)).tolist() for element in elements] == [[0.0], [1.0], [2.0]]
 
 
+def test_text_reaches_a_step_that_runs_line_by_line_and_no_other():
+    strategy = mirrored(2)
+    batch = {"id": np.array(["a", "b"]), "x": np.arange(2.0)}
+    (element,) = distribute_dataset(strategy, [batch])
+
+    with pytest.raises(InputError, match=r"(?s)\['id'\]  replica 0  <U1\[1\].*batch.pop"):
+        strategy.run(lambda batch: rx.mean(batch["x"]), args=(element,))
+    with pytest.raises(InputError, match=r"(?s)array that JAX cannot hold.*\['id'\]  <U1\[2\].*batch.pop"):
+        strategy.run(lambda batch: batch["x"], args=(batch,))
+
+    seen = strategy.run(lambda batch: batch["id"], args=(element,), options=rx.RunOptions(eager=True))
+    assert parts(strategy, seen) == [["a"], ["b"]]
+
+
 def test_data_in_order_is_copied_too():
     rows = np.zeros((64, 16), np.float32)
     (element,) = distribute_dataset(mirrored(2), data.from_arrays(rows, 64))
@@ -411,6 +425,38 @@ def test_a_bare_array_is_refused_with_a_way_out():
         distribute_dataset(mirrored(2), np.zeros((8, 2)))
 
 
+def test_integers_that_jax_would_cut_off_are_refused():
+    with pytest.raises(InputError, match=r"(?s)do not fit int32.*int64, from 1 to 1099511627776.*jax_enable_x64"):
+        list(distribute_dataset(mirrored(2), [np.array([2**40, 1])]))
+
+
+def test_batches_that_are_divided_already_are_refused():
+    dataset = distribute_dataset(mirrored(2), [np.arange(3)])
+
+    with pytest.raises(InputError, match="(?s)a value per replica.*strategy.gather"):
+        list(distribute_dataset(mirrored(2), ({"x": element} for element in dataset)))
+
+
+def test_bytes_in_another_order_are_turned_around():
+    (element,) = distribute_dataset(mirrored(2), [np.arange(4, dtype=">f4")])
+
+    assert parts(mirrored(2), element) == [[0.0, 1.0], [2.0, 3.0]]
+
+
+@pytest.mark.parametrize(
+    "function", [[np.arange(4)], lambda: [], lambda context, more: []], ids=["list", "none", "two"]
+)
+@pytest.mark.parametrize("distribute", [distribute_from_function, make_input_fn_iterator])
+def test_an_input_function_takes_a_context(distribute, function):
+    with pytest.raises(NotADatasetError, match="(?s)cannot be called with an `InputContext`.*def make.context."):
+        distribute(mirrored(2), function)
+
+
+def test_options_are_input_options():
+    with pytest.raises(InputError, match="(?s)dict {'prefetch': 2}.*rx.InputOptions"):
+        distribute_dataset(mirrored(2), [], {"prefetch": 2})
+
+
 def test_short_batches_can_be_refused():
     dataset = distribute_dataset(mirrored(2), iter([np.arange(4), np.arange(3)]), InputOptions(short_batches="refuse"))
 
@@ -488,6 +534,15 @@ def test_one_call_per_replica_does_not_change_the_next_call():
     assert [context.num_input_pipelines for context in contexts] == [1]
 
 
+def test_batches_without_rows_are_passed_over():
+    def make(context):
+        return [np.arange(size) for size in (2, 0, 0, 1, 0)]
+
+    strategy = mirrored(2)
+
+    assert all_parts(strategy, distribute_from_function(strategy, make)) == [[[0, 1], [0]]]
+
+
 def test_scalars_are_stacked_and_the_odd_one_is_kept():
     elements = list(distribute_from_function(mirrored(2), lambda context: range(5)))
 
@@ -531,6 +586,31 @@ def test_places_of_another_number_of_pipelines_are_refused():
 
     with pytest.raises(InputError, match="places of 2 input pipelines, and this iterator has 3"):
         iter(distribute_from_function(mirrored(3), lambda context: [], PER_REPLICA)).set_state(state)
+
+
+@pytest.mark.parametrize("state", [{"x": 1}, {"batch": 1, "full": 4}, 7])
+def test_what_is_no_place_is_refused(state):
+    here = iter(distribute_from_function(mirrored(2), lambda context: [np.arange(2)]))
+
+    with pytest.raises(InputError, match="(?s)no place in this dataset.*state = "):
+        here.set_state(state)
+
+
+def test_a_place_among_other_rows_is_refused():
+    def dataset(rows):
+        return distribute_dataset(mirrored(2), batched(rows, 2, shuffle=1))
+
+    with pytest.raises(InputError, match="rows: 6 in the state, 8 in this dataset"):
+        iter(dataset(8)).set_state(iter(dataset(6)).get_state())
+
+
+def test_an_empty_state_is_the_beginning():
+    iterator = iter(distribute_dataset(mirrored(2), batched(4, 2)))
+    next(iterator)
+
+    iterator.set_state({})
+
+    assert len(list(iterator)) == 2
 
 
 def test_what_cannot_be_padded_and_ends_unevenly_is_refused():

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+import replicax as rx
 from replicax import data
 from replicax._errors import InputError, NotADatasetError, OutOfRangeError
 from replicax._input.sources import Pass, as_source
@@ -142,6 +143,52 @@ def test_what_can_be_gone_through_once_says_so_the_second_time(make):
         Pass(source)
 
 
+class Counting:
+    """An iterator of the user's that knows its place, which is a number and not a dict."""
+
+    def __init__(self):
+        self.place = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.place == len(BATCHES):
+            raise StopIteration
+        self.place += 1
+        return squares(BATCHES[self.place - 1])
+
+    def get_state(self):
+        return self.place
+
+    def set_state(self, state):
+        self.place = state
+
+
+@pytest.mark.parametrize(
+    "make", [generator, Counting, lambda: iter(grain_map())], ids=["generator", "counting", "grain-iterator"]
+)
+def test_a_fresh_iterator_goes_to_the_place_where_another_one_stood(make):
+    left = Pass(as_source(make()))
+    left.read()
+    state = json.loads(json.dumps(left.get_state()))
+
+    resumed = Pass(as_source(make()))
+    resumed.set_state(state)
+
+    assert read(resumed) == EXPECTED[1:]
+
+
+def test_a_place_in_bytes_is_kept_whatever_the_bytes():
+    one_pass = Pass(as_source(Counting()))
+    one_pass._iterator.get_state, found = lambda: b"\xff\x00", []
+    one_pass._iterator.set_state = found.append
+
+    one_pass.set_state(json.loads(json.dumps(one_pass.get_state())))
+
+    assert found == [b"\xff\x00"]
+
+
 def test_the_message_names_the_generator():
     source = as_source(generator())
     Pass(source)
@@ -187,6 +234,7 @@ def test_tf_data_says_how_it_wants_to_be_divided():
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
 
     assert as_source(tf.data.Dataset.range(10).batch(4)).shard is None
+    assert rx.InputOptions(shard=tf.data.experimental.AutoShardPolicy.DATA).shard == "rows"
     assert as_source(tf.data.Dataset.range(10).batch(4).with_options(options)).shard == "OFF"
 
 
@@ -212,6 +260,24 @@ def test_a_source_that_fails_is_named_with_its_batch():
     ) as caught:
         one_pass.read()
     assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_a_source_that_cannot_be_opened_is_named():
+    class Loader:
+        def __iter__(self):
+            raise OSError("no such folder")
+
+    with pytest.raises(InputError, match=r"(?s)Loader` failed when it was asked for batch 0.*OSError: no such folder"):
+        Pass(as_source(Loader()))
+
+
+def test_tensors_that_numpy_does_not_take_as_they_are():
+    torch = pytest.importorskip("torch")
+    rows = torch.arange(4.0)
+
+    one_pass = Pass(as_source([rows.bfloat16(), rows.clone().requires_grad_()]))
+
+    assert [batch.leaves[0].tolist() for batch in iter(one_pass.read, None)] == [rows.tolist()] * 2
 
 
 def test_out_of_range_ends_the_data():

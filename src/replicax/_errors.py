@@ -354,14 +354,29 @@ def unhashable_argument(path: str, leaf: Any) -> StaticArgumentError:
     )
 
 
+def no_array_of_jax(path: str, leaf: Any) -> InputError:
+    return InputError(
+        message(
+            "strategy.run(step, ...) got an array that JAX cannot hold",
+            [f"args{path}  {_short(leaf)}"],
+            "A compiled step computes with numbers. Text, dates and Python objects stay on the host.",
+            [
+                "take it out of the batch before the step: `ids = batch.pop('id')`",
+                "turn it into numbers: `np.unique(x, return_inverse=True)[1]`, or `x.astype(...)`",
+            ],
+        )
+    )
+
+
 def ragged_argument(path: str, value: Any) -> InputError:
     return InputError(
         message(
-            "strategy.run(step, ...) got a per-replica value whose components differ in shape or are no arrays",
+            "strategy.run(step, ...) got a per-replica value whose components differ in shape or are no arrays of numbers",
             [f"args{path}  replica {i}  {_short(part)}" for i, part in enumerate(value.data)],
             "The step is compiled once and every replica runs that one program, so their inputs must look alike.",
             [
                 "pad them to one shape; strategy.distribute_dataset(batches) does it and keeps count",
+                "take text and Python objects out of the batch before the step: `ids = batch.pop('id')`",
                 "run it line by line: strategy.run(step, ..., options=rx.RunOptions(eager=True))",
             ],
         )

@@ -147,7 +147,17 @@ def lay_out(placement: Placement, parts: Sequence[Any]) -> PerReplica:
 
 
 def _is_numeric(x: Any) -> bool:
-    return isinstance(x, (jax.Array, np.ndarray, np.generic, int, float, complex)) and not isinstance(x, Tracer)
+    if isinstance(x, (np.ndarray, np.generic)):
+        return fits_device(x.dtype)
+    return isinstance(x, (jax.Array, int, float, complex)) and not isinstance(x, Tracer)
+
+
+@functools.lru_cache(maxsize=256)
+def fits_device(dtype: Any) -> bool:
+    """Whether JAX can hold an array of this type; text, dates, Python objects and foreign byte orders it cannot."""
+    if not getattr(dtype, "isnative", True):
+        return False
+    return dtype == np.bool_ or any(jnp.issubdtype(dtype, kind) for kind in (np.number, jax.dtypes.extended))
 
 
 def select_replica(index: int, tree: PyTree) -> PyTree:

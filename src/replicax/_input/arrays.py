@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from replicax._errors import InputError, message
-from replicax._input.batch import Batch, describe
+from replicax._input.batch import Batch, describe, on_host
 from replicax._input.plan import Position, Schedule
 
 PyTree = Any
@@ -119,7 +120,7 @@ class ArrayIterator:
     >>> batches = iter(data)
     >>> first, state = next(batches), batches.get_state()
     >>> state
-    {'seed': 7, 'epoch': 0, 'batch': 1, 'batch_size': 2}
+    {'seed': 7, 'epoch': 0, 'batch': 1, 'batch_size': 2, 'rows': 6}
     >>> resumed = iter(data)
     >>> resumed.set_state(state)
     >>> bool((next(resumed) == next(batches)).all())
@@ -162,12 +163,15 @@ class ArrayIterator:
             "epoch": self._position.epoch,
             "batch": self._position.batch,
             "batch_size": schedule.batch_size,
+            "rows": schedule.rows,
         }
 
     def set_state(self, state: State) -> None:
         """Goes to a place that `get_state` of a pass over the same data gave."""
         here = self.get_state()
-        differing = [key for key in ("seed", "batch_size") if state[key] != here[key]]
+        if not isinstance(state, Mapping) or not here.keys() <= state.keys():
+            raise _no_place(state, here)
+        differing = [key for key in ("seed", "batch_size", "rows") if state[key] != here[key]]
         if differing:
             raise _another_sequence(state, here, differing)
         self._position = Position(state["epoch"], state["batch"])
@@ -180,7 +184,7 @@ class ArrayIterator:
 
 def _host_arrays(tree: PyTree) -> tuple[tuple[np.ndarray, ...], Any]:
     leaves, structure = jax.tree.flatten(tree)
-    return tuple(np.asarray(leaf) for leaf in leaves), structure
+    return tuple(map(on_host, leaves)), structure
 
 
 def _check(structure: Any, leaves: tuple[np.ndarray, ...]) -> None:
@@ -294,6 +298,17 @@ def seed_of(shuffle: bool | int, call: str) -> int | None:
     )
 
 
+def _no_place(state: Any, here: State) -> InputError:
+    return InputError(
+        message(
+            "`iterator.set_state(state)` got what is no place in a sequence of batches",
+            [f"state = {state!r:.200}", f"a place is {here}"],
+            "It is what `get_state` of an iterator over the same dataset gave.",
+            ["save `iterator.get_state()`", "start from the beginning: leave out `set_state`"],
+        )
+    )
+
+
 def _another_sequence(state: State, here: State, differing: list[str]) -> InputError:
     return InputError(
         message(
@@ -302,7 +317,7 @@ def _another_sequence(state: State, here: State, differing: list[str]) -> InputE
             "A place in one sequence means other rows in another, so that some would be read twice and some never.",
             [
                 f"make the dataset as it was: `rx.data.from_arrays(tree, batch_size={state['batch_size']}, "
-                f"shuffle={False if state['seed'] is None else state['seed']})`",
+                f"shuffle={False if state['seed'] is None else state['seed']})` of {state['rows']} rows",
                 "start from the beginning: leave out `set_state`",
             ],
         )

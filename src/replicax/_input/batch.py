@@ -7,7 +7,6 @@ once, into memory that JAX may keep.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import zlib
 from typing import Any
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._errors import InputError, message
+from replicax._values import fits_device, is_per_replica
 
 PyTree = Any
 
@@ -56,10 +56,23 @@ class Batch:
 
 def batch_of(tree: PyTree) -> Batch:
     """The pytree `tree`, a whole global batch, as a `Batch`."""
-    leaves, structure = jax.tree.flatten(tree)
-    leaves = tuple(leaf if isinstance(leaf, jax.Array) else np.asarray(leaf) for leaf in leaves)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_per_replica)
+    if any(map(is_per_replica, leaves)):
+        raise _divided_already()
+    leaves = tuple(leaf if isinstance(leaf, jax.Array) else on_host(leaf) for leaf in leaves)
     sizes = {leaf.shape[0] if leaf.ndim else None for leaf in leaves}
     return Batch(leaves, structure, sizes.pop() if len(sizes) == 1 else None)
+
+
+def on_host(leaf: Any) -> np.ndarray:
+    """`leaf` as NumPy sees it; a copy of one whose bytes stand in another order or, torch's bfloat16, are not known."""
+    try:
+        array = np.asarray(leaf)
+        return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+    except (TypeError, RuntimeError):
+        if not hasattr(leaf, "__dlpack__"):
+            raise
+        return np.array(jnp.from_dlpack(leaf.detach() if hasattr(leaf, "detach") else leaf))
 
 
 def require_rows(batch: Batch, name: str, replicas: int) -> int:
@@ -76,12 +89,6 @@ def digest(batch: Batch) -> int:
         if isinstance(leaf, np.ndarray) and leaf.dtype != object:
             value = zlib.crc32(leaf.tobytes(), value)
     return value
-
-
-@functools.lru_cache(maxsize=256)
-def fits_device(dtype: Any) -> bool:
-    """Whether JAX can hold an array of this type; text, dates and Python objects it cannot."""
-    return dtype == np.bool_ or any(jnp.issubdtype(dtype, kind) for kind in (np.number, jax.dtypes.extended))
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -115,7 +122,10 @@ def fill(out: np.ndarray, leaf: Any, index: np.ndarray | range) -> None:
         # Anything but "clip" makes NumPy gather into a second buffer first. The index is within bounds.
         np.take(leaf, index, axis=0, out=out, mode="clip")
     else:
-        out[...] = leaf[_key(index)]
+        rows = leaf[_key(index)]
+        out[...] = rows
+        if leaf.dtype.kind in "iu" and out.dtype.itemsize < leaf.dtype.itemsize and not np.array_equal(out, rows):
+            raise _too_large(rows, out.dtype)
 
 
 def device_dtype(dtype: np.dtype) -> np.dtype:
@@ -130,6 +140,35 @@ def _key(index: np.ndarray | range) -> np.ndarray | slice:
 def describe(leaf: Any) -> str:
     """``float32[100,28,28]``: the type and shape of a leaf, for error messages and tables."""
     return f"{np.dtype(leaf.dtype).name if fits_device(leaf.dtype) else leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+
+def _divided_already() -> InputError:
+    return InputError(
+        message(
+            "A batch of this dataset holds a value per replica",
+            why="It came from a distributed dataset or from `strategy.run`, so it is divided already. As rows of a "
+            "batch its padding would count as data.",
+            instead=[
+                "distribute the dataset that gives plain arrays, and pass its elements to `strategy.run`",
+                "put the rows together first: `strategy.gather(value, axis=0)`",
+            ],
+        )
+    )
+
+
+def _too_large(rows: np.ndarray, dtype: np.dtype) -> InputError:
+    return InputError(
+        message(
+            f"A batch of this dataset holds integers that do not fit {dtype.name}",
+            [f"{rows.dtype.name}, from {rows.min()} to {rows.max()}"],
+            "JAX holds integers in 32 bits unless told otherwise, and would cut these off without a word.",
+            [
+                'switch 64 bits on: `jax.config.update("jax_enable_x64", True)`',
+                "number them anew: `np.unique(ids, return_inverse=True)[1]`",
+                "keep them on the host, as text: `ids.astype(str)`",
+            ],
+        )
+    )
 
 
 def _rows_of(leaf: Any) -> str:

@@ -55,6 +55,10 @@ class DistributedDataset:
         self._unread = self._begin_at = None
         return self._latest
 
+    def __repr__(self) -> str:
+        told = self._explain()
+        return f"DistributedDataset({told.source}, {len(told.readers)} replicas)"
+
     def __len__(self) -> int:
         if self._length is None:
             raise TypeError(
@@ -177,11 +181,10 @@ class DistributedIterator:
         return self._state
 
     def set_state(self, state: State) -> None:
-        """Goes to the place that `get_state` gave."""
+        """Goes to the place that `get_state` gave; an empty state is the beginning."""
         self.close()
-        steps = self._open_steps()
-        steps.set_state(state)
-        self._begin(steps)
+        self._steps.set_state(state)
+        self._begin(self._steps)
 
     def close(self) -> None:
         """Ends the thread that reads ahead, if there is one. Happens by itself at the end of the data."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -27,11 +28,12 @@ from replicax._input.options import (
     Shard,
     check_for_dataset,
     check_for_function,
+    options_of,
     shard_word,
 )
 from replicax._input.plan import balanced
 from replicax._input.rows import ArrayRows, rows_of
-from replicax._input.sources import Pass, Source, as_source, from_calls
+from replicax._input.sources import Pass, Source, as_source, from_calls, takes
 from replicax._input.steps import GlobalSteps, Padding, ReplicaSteps, Steps
 from replicax._placement import Placement
 
@@ -45,7 +47,7 @@ def distribute_dataset(strategy: Strategy, dataset: Any, options: InputOptions |
     """Hands out global batches: each is divided over all replicas of the job."""
     call = "strategy.distribute_dataset(dataset)"
     _check_place(strategy, call)
-    options = options or InputOptions()
+    options = options_of(options)
     check_for_dataset(options)
     if is_distributed(dataset):
         raise distributed_twice(call)
@@ -75,14 +77,16 @@ def distribute_from_function(
     strategy: Strategy, fn: Callable[[InputContext], Any], options: InputOptions | None = None
 ) -> DistributedDataset:
     """Hands out batches of one replica's size, read from what `fn` returns for each input pipeline."""
-    _check_place(strategy, "strategy.distribute_datasets_from_function(fn)")
-    options = options or InputOptions()
+    call = "strategy.distribute_datasets_from_function(fn)"
+    _check_place(strategy, call)
+    _check_function(fn, call)
+    options = options_of(options)
     check_for_function(options)
     placement = strategy.placement
     to_device = options.fetch_to_device or options.experimental_place_dataset_on_device
     feed = Feed(placement, to_device)
     contexts = _contexts(placement, feed, options.experimental_replication_mode)
-    pipelines = [_pipeline(fn, context) for context in contexts]
+    pipelines = [_pipeline(fn, context, call) for context in contexts]
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         names = [f"pipeline {replica}" for replica in range(placement.replicas)]
     else:
@@ -111,6 +115,8 @@ def make_input_fn_iterator(
                 instead=["call it for each replica: `strategy.distribute_datasets_from_function(input_fn, options)`"],
             )
         )
+
+    _check_function(input_fn, "strategy.make_input_fn_iterator(input_fn)")
 
     def fed(context: InputContext) -> Source:
         made = input_fn(context)
@@ -224,10 +230,10 @@ def _contexts(placement: Placement, feed: Feed, mode: InputReplicationMode) -> l
     return [InputContext(len(_processes(placement)), me, placement.replicas)]
 
 
-def _pipeline(fn: Callable[[InputContext], Any], context: InputContext) -> Source:
+def _pipeline(fn: Callable[[InputContext], Any], context: InputContext, call: str) -> Source:
     """What `fn` returns for one pipeline. Asked once, and again for a new pass if it returned a generator."""
     made = fn(context)
-    source = as_source(made, "strategy.distribute_datasets_from_function(fn)")
+    source = as_source(made, call)
     if not isinstance(made, Iterator):
         return source
     unread = [source]
@@ -317,6 +323,23 @@ def _explain_global(
 
 
 # -- errors
+
+
+def _check_function(fn: Any, call: str) -> None:
+    if takes(fn, 1):
+        return
+    said = f"function `{getattr(fn, '__qualname__', fn)}{inspect.signature(fn)}`" if callable(fn) else f"{fn!r:.60}"
+    raise NotADatasetError(
+        message(
+            f"`{call}` got {said}, which cannot be called with an `InputContext`",
+            why="The function is called once for each input pipeline, is told which one it is, and returns batches for "
+            "one replica.",
+            instead=[
+                "let it take one argument: `def make(context): ...`",
+                "hand out global batches: `strategy.distribute_dataset(dataset)`",
+            ],
+        )
+    )
 
 
 def _no_files(source: Source, processes: int) -> InputError:

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax._input.batch import Batch, aligned_empty, device_dtype, fill, fits_device
+from replicax._input.batch import Batch, aligned_empty, device_dtype, fill
 from replicax._input.plan import Split, padded
 from replicax._placement import Placement
-from replicax._values import PARTS, ROWS, STACKED, PerReplica
+from replicax._values import PARTS, ROWS, STACKED, PerReplica, fits_device
 
 PyTree = Any
 

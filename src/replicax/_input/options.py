@@ -70,6 +70,10 @@ class InputContext:
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """The rows of a global batch that one replica gets; `ValueError` unless all get as many."""
+        if isinstance(global_batch_size, bool) or not hasattr(global_batch_size, "__index__") or global_batch_size < 0:
+            raise InputError(
+                f"The `global_batch_size` {global_batch_size!r} does not count rows. It is a whole number, 0 or more."
+            )
         if global_batch_size % self.num_replicas_in_sync:
             raise InputError(
                 f"The `global_batch_size` {global_batch_size} is not divisible by `num_replicas_in_sync` "
@@ -164,7 +168,7 @@ class InputOptions:
 
 def shard_word(shard: Shard | AutoShardPolicy | str) -> Shard:
     """The word for `shard`, which may also be a policy of tf.data or its name."""
-    word = shard.name if isinstance(shard, AutoShardPolicy) else shard
+    word = shard.name if isinstance(shard, enum.Enum) else shard  # tf.data's own enum has the same names
     if isinstance(word, str) and word.lower() in _WORDS:
         return _WORDS[word.lower()]
     if isinstance(word, str) and word.upper() == "HINT":
@@ -179,6 +183,19 @@ def shard_word(shard: Shard | AutoShardPolicy | str) -> Shard:
         )
     raise _conflict(
         f"shard={shard!r}", "That is no way to divide a dataset.", *(f'`shard="{word}"`' for word in list(_WORDS)[:4])
+    )
+
+
+def options_of(options: InputOptions | None) -> InputOptions:
+    """`options`, or those that hold when there are none."""
+    if options is None or isinstance(options, InputOptions):
+        return options or InputOptions()
+    raise InputError(
+        message(
+            f"The options of a dataset are {type(options).__name__} {options!r:.60}",
+            why="They are an `rx.InputOptions`, which says what there is to choose.",
+            instead=["`rx.InputOptions(prefetch=2)`"],
+        )
     )
 
 

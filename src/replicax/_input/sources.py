@@ -13,6 +13,7 @@ import itertools
 import multiprocessing
 import sys
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,8 @@ class Source:
     endless: bool = False
     batch_size: int | None = None
     """The rows of a full batch, where that is known before one is read."""
+    once: bool = False
+    """Whether there is a single pass."""
     even: bool = False
     """Whether every batch is promised to have `batch_size` rows."""
     last_rows: int | None = None
@@ -62,39 +65,51 @@ class Pass:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.number = 0
-        self._iterator: Any = source.open(0)
+        self._iterator: Any = self._asked(source.open, 0)
 
     def read(self) -> Batch | None:
         """The next batch; None at the end."""
-        iterator = self._iterator
         try:
-            item = iterator.next_batch() if isinstance(iterator, ArrayIterator) else next(iterator)
+            batch = self._asked(_next_batch, self._iterator)
         except (StopIteration, OutOfRangeError):
             return None
-        except ReplicaxError:
-            raise
-        except Exception as error:
-            raise _source_failed(self.source, self.number, error) from error
         self.number += 1
-        return item if isinstance(item, Batch) else batch_of(item)
+        return batch
 
     def get_state(self) -> State:
         state: State = {"batch": self.number}
         if _knows_its_place(self._iterator):
             place = self._iterator.get_state()
-            state["source"] = {"bytes": place.decode()} if isinstance(place, bytes) else place
+            state["source"] = {"bytes": place.decode("latin-1")} if isinstance(place, bytes) else place
         return state
 
     def set_state(self, state: State | None) -> None:
         """Goes to where `get_state` said; None and a state without a place are the beginning."""
-        number = (state or {}).get("batch", 0)
-        if number != self.number:
-            place = (state or {}).get("source")
-            if place is not None and _knows_its_place(self._iterator):
-                self._iterator.set_state(place["bytes"].encode() if "bytes" in place else place)
-            else:
-                self._iterator = self.source.open(number)
+        number, place = (state or {}).get("batch", 0), (state or {}).get("source")
+        if place is not None and _knows_its_place(self._iterator):
+            as_bytes = isinstance(place, dict) and place.keys() == {"bytes"}
+            self._iterator.set_state(place["bytes"].encode("latin-1") if as_bytes else place)
+        elif self.source.once and number > self.number:
+            self._asked(deque, itertools.islice(self._iterator, number - self.number), 0)
+        elif number != self.number:
+            self._iterator = self._asked(self.source.open, number)
         self.number = number
+
+    def _asked(self, ask: Callable[..., Any], *arguments: Any) -> Any:
+        """What the source answers; if it fails, the error names it and the batch."""
+        try:
+            return ask(*arguments)
+        except (StopIteration, ReplicaxError):
+            raise
+        except Exception as error:
+            raise _source_failed(self.source, self.number, error) from error
+
+
+def _next_batch(iterator: Any) -> Batch:
+    if isinstance(iterator, ArrayIterator):
+        return iterator.next_batch()
+    item = next(iterator)
+    return item if isinstance(item, Batch) else batch_of(item)
 
 
 def _knows_its_place(iterator: Any) -> bool:
@@ -118,7 +133,7 @@ def as_source(dataset: Any, call: str = "strategy.distribute_dataset(dataset)") 
         return _from_sequence(dataset)
     if isinstance(dataset, Iterator):
         return _from_iterator(dataset)
-    if isinstance(dataset, Iterable) or hasattr(dataset, "__getitem__"):
+    if isinstance(dataset, Iterable) or hasattr(dataset, "__getitem__") and not isinstance(dataset, type):
         return Source(f"`{type(dataset).__qualname__}`", _reopened(dataset))
     if callable(dataset):
         return _from_function(dataset, call)
@@ -154,12 +169,12 @@ def _from_iterator(iterator: Iterator[Any]) -> Source:
         taken = True
         return itertools.islice(iterator, skip, None) if skip else iterator
 
-    return Source(name, take)
+    return Source(name, take, once=True)
 
 
 def _from_function(make: Callable[[], Any], call: str) -> Source:
     """A function that makes the dataset, called for each pass."""
-    if not _callable_without_arguments(make):
+    if not takes(make, 0):
         raise _wants_arguments(call, make)
     name = f"function `{getattr(make, '__qualname__', type(make).__qualname__)}`"
     return Source(name, lambda skip: as_source(make(), call).open(skip))
@@ -187,9 +202,12 @@ class _Calls:
         return self._produce()
 
 
-def _callable_without_arguments(make: Callable[..., Any]) -> bool:
+def takes(fn: Any, count: int) -> bool:
+    """Whether `fn` can be called with `count` arguments, as far as can be seen."""
+    if not callable(fn):
+        return False
     try:
-        inspect.signature(make).bind()
+        inspect.signature(fn).bind(*range(count))
     except ValueError:  # some built-in types do not say what they take
         return True
     except TypeError:

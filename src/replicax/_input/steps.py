@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -94,7 +94,7 @@ class GlobalSteps:
         return self._batches.get_state() | {"full": self._padding.full}
 
     def set_state(self, state: State) -> None:
-        self._padding.grow(state["full"] or 0)
+        self._padding.grow(_place(state, "batch").get("full") or 0)
         self._batches.set_state(state)
 
 
@@ -140,21 +140,21 @@ class ReplicaSteps:
         return {"pipelines": [pipeline.get_state() for pipeline in self._pipelines], "full": self._padding.full}
 
     def set_state(self, state: State) -> None:
-        self._padding.grow(state["full"] or 0)
-        places = state.get("pipelines", [None] * len(self._pipelines))
+        self._padding.grow(_place(state, "pipelines").get("full") or 0)
+        places = state["pipelines"] if state else [None] * len(self._pipelines)
         if len(places) != len(self._pipelines):
             raise _other_pipelines(len(places), len(self._pipelines))
         for pipeline, place in zip(self._pipelines, places, strict=True):
             pipeline.set_state(place)
 
     def _next(self, i: int) -> Batch | None:
-        """The batch of the i-th replica of this process; None if it has none, or one without rows."""
+        """The batch of the i-th replica of this process; None if there is none. Batches without rows are passed over."""
         pipeline = self._pipelines[i % len(self._pipelines)]
-        number = pipeline.number
-        batch = pipeline.read()
-        if batch is not None:
-            self._kind.check(batch, f"Batch {number} of {pipeline.source.name}")
-        return None if batch is None or batch.rows == 0 else batch
+        while (batch := pipeline.read()) is not None:
+            self._kind.check(batch, f"Batch {pipeline.number - 1} of {pipeline.source.name}")
+            if batch.rows != 0:
+                break
+        return batch
 
 
 class Kind:
@@ -168,6 +168,24 @@ class Kind:
         ranks = [(leaf.ndim, other.ndim) for leaf, other in zip(batch.leaves, first.leaves, strict=False)]
         if batch.structure != first.structure or any(rank != before for rank, before in ranks):
             raise _another_kind(name, first, batch)
+
+
+def _place(state: State, key: str) -> State:
+    """`state`, if it says in `key` where to go, or is empty: the beginning."""
+    if not state or isinstance(state, Mapping) and key in state:
+        return state or {}
+    raise InputError(
+        message(
+            "`iterator.set_state(state)` got what is no place in this dataset",
+            [f"state = {state!r:.200}"],
+            "It is what `get_state` of an iterator over the same dataset gave. Global batches and batches made by an "
+            "input function are counted in different ways.",
+            [
+                "save `iterator.get_state()`, and make the dataset as it was",
+                "start from the beginning: `set_state({})`",
+            ],
+        )
+    )
 
 
 def _size(batch: Batch | None) -> int:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from replicax import _errors, _jax
 from replicax._placement import AXIS, Placement
-from replicax._values import PARTS, PerReplica, lay_out
+from replicax._values import PARTS, PerReplica, fits_device, lay_out
 
 PyTree = Any
 
@@ -60,7 +60,9 @@ def is_special(x: Any) -> bool:
 def prepared(placement: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, tuple[Any, ...]]:
     """The call as a program takes it; most calls can go as they are."""
     leaves = jax.tree.leaves((args, kwargs), is_leaf=lambda x: type(x) is PerReplica and x.form == PARTS)
-    if _TRACEABLE.issuperset(map(type, leaves)):
+    if _TRACEABLE.issuperset(map(type, leaves)) and all(
+        fits_device(leaf.dtype) for leaf in leaves if type(leaf) is np.ndarray
+    ):
         return args, kwargs, ()
     return _prepare(placement, args, kwargs)
 
@@ -75,7 +77,9 @@ def _prepare(placement: Placement, args: Any, kwargs: Any) -> tuple[Any, Any, tu
             return leaf
         if kind is PerReplica:
             return _laid(placement, path, leaf) if leaf.form == PARTS else leaf
-        if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, *_NUMBERS)) and kind is not bool:
+        if isinstance(leaf, np.ndarray) and not fits_device(leaf.dtype):
+            raise _errors.no_array_of_jax(jax.tree_util.keystr(path), leaf)
+        if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, *_NUMBERS)) and kind not in (bool, np.str_, np.bytes_):
             return leaf
         try:
             hash(leaf)

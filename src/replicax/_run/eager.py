@@ -42,7 +42,7 @@ from replicax._run.arguments import Static, checks, names
 from replicax._run.copies import Copies, same_bits
 from replicax._run.operations import EagerArray, EagerTrace, Tape, concrete
 from replicax._run.rendezvous import Call, Rendezvous
-from replicax._values import PARTS, STACKED, PerReplica, _blocks, lay_out, regroup
+from replicax._values import PARTS, STACKED, PerReplica, _blocks, fits_device, lay_out, regroup
 
 if TYPE_CHECKING:
     from replicax._strategy.base import Strategy
@@ -203,7 +203,7 @@ class EagerLedger:
                 self.masks.append((leaf.shape[0], mask))
                 return self.trace.enter(leaf, state, has_rows=True)
             leaf = _component(leaf, self, label)
-        if isinstance(leaf, np.ndarray):
+        if isinstance(leaf, np.ndarray) and fits_device(leaf.dtype):
             leaf = jnp.array(leaf)  # a copy: the user may fill his buffer again
         elif isinstance(leaf, _NUMBERS) and not isinstance(leaf, bool):
             leaf = jnp.asarray(leaf)
@@ -507,7 +507,7 @@ def _is_per_replica(x: Any) -> bool:
 
 
 def _is_array(x: Any) -> bool:
-    return isinstance(x, (jax.Array, np.ndarray, np.generic))
+    return isinstance(x, (jax.Array, np.ndarray, np.generic)) and fits_device(x.dtype)
 
 
 def _all_equal(parts: Sequence[Any]) -> bool:
