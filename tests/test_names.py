@@ -142,9 +142,38 @@ def test_a_test_says_what_the_name_does(row):
     file, _, function = row["test"].partition("::")
 
     assert function, f'{row["new"]}: `test` in docs/port/names.toml is empty; write "tests/test_x.py::test_y"'
-    tree = ast.parse((REPOSITORY / file).read_text())
-    functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    assert function.partition("[")[0] in functions
+    text = text_of(function, (REPOSITORY / file).read_text())
+    assert text, f"there is no {row['test']}"
+    assert [word for word in words(row) if word not in text] == [], f"{row['test']} does not use {row['new']}"
+
+
+def words(row: dict[str, Any]) -> list[str]:
+    """What a test of the name has to write: the name, and the class it is a member of if that is a kind of strategy."""
+    *_, owner, name = ["", *row["new"].split(".")]
+    kinds = [owner] if owner.endswith("Strategy") and owner not in ("DistributionStrategy", "Strategy") else []
+    return [*kinds, owner if name == "__init__" else name.strip("_")]
+
+
+def text_of(name: str, source: str) -> str:
+    """What a test consists of: its lines, and those of whatever in its file it mentions, fixtures and helpers."""
+    lines = source.splitlines()
+    pieces: dict[str, str] = {}
+    mentions: dict[str, set[str]] = {}
+    for node in ast.parse(source).body:
+        begin = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
+        within = list(ast.walk(node))
+        stored = {each.id for each in within if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+        for target in {node.name} if isinstance(node, ast.FunctionDef | ast.ClassDef) else stored:
+            pieces[target] = "\n".join(lines[begin - 1 : node.end_lineno])
+            mentions[target] = {each.id for each in within if isinstance(each, ast.Name)}
+            mentions[target] |= {each.arg for each in within if isinstance(each, ast.arg)}
+    found, waiting = [], [name]
+    while waiting:
+        piece = waiting.pop()
+        if piece in pieces:
+            found.append(pieces.pop(piece))
+            waiting += mentions[piece]
+    return "\n".join(found)
 
 
 # The checks above, on things that are made here.
@@ -174,6 +203,26 @@ def test_names_that_are_made_up_when_asked_for_do_not_count():
 
     with pytest.raises(AttributeError, match="MadeUp has no anything"):
         _in_class(MadeUp, "anything")
+
+
+def test_a_test_consists_of_what_it_mentions():
+    source = """
+WORD = "inside"
+OTHER = "outside"
+
+@pytest.fixture
+def thing():
+    return WORD
+
+def helper():
+    return thing
+
+def test_it(thing):
+    assert thing
+"""
+    assert "inside" in text_of("test_it", source)
+    assert "outside" not in text_of("test_it", source) and "helper" not in text_of("test_it", source)
+    assert text_of("test_that_is_not_there", source) == ""
 
 
 def test_parameters_are_split_by_what_a_caller_may_leave_out():

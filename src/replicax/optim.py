@@ -18,6 +18,7 @@ from replicax._context import Kind, Mode
 from replicax._cross.slices import IndexedSlices, is_slices
 from replicax._options import ReduceOp
 from replicax._placement import AXIS
+from replicax._values import PerReplica
 from replicax._variables.variable import Variable
 
 if TYPE_CHECKING:
@@ -222,19 +223,22 @@ class Optimizer:
         The form in which tf.distribute's optimizers of 2018 apply gradients; `merge_call` can be given it as it is.
 
         Args:
-          distribution: The strategy.
+          distribution: The strategy, of either era.
           global_step: A counter that goes up by one.
           name: Means nothing here.
         """
         call = "optimizer._distributed_apply(...)"
-        mode = _context.require_cross(distribution, call)
+        strategy = distribution.extended._strategy  # itself, or what a strategy of 2018 stands in front of
+        mode = _context.require_cross(strategy, call)
         given = [(gradient, variable) for gradient, variable in _pairs(grads_and_vars) if gradient is not None]
         if not given:
             raise _no_gradients(call)
         variables = [variable for _, variable in given]
         self.build(variables)
-        gradients = distribution.extended.batch_reduce_to(self.gradients, given)
-        with _context.push(Mode(distribution, Kind.UPDATE, None if mode is None else mode.ledger)):
+        if mode is None or mode.ledger is None:
+            given = [(_one_each(gradient, strategy), variable) for gradient, variable in given]
+        gradients = strategy.extended.batch_reduce_to(self.gradients, given)
+        with _context.push(Mode(strategy, Kind.UPDATE, None if mode is None else mode.ledger)):
             self._update(dict(zip(variables, gradients, strict=True)), {})
             if global_step is not None:
                 global_step.assign_add(1)
@@ -334,6 +338,13 @@ def _pairs(grads_and_vars: Any) -> list[tuple[Any, Variable]]:
                 "Write opt.apply_gradients(zip(gradients, variables))."
             )
     return [(gradient, variable) for gradient, variable in pairs]
+
+
+def _one_each(gradient: Any, strategy: Strategy) -> Any:
+    """A gradient that turned out to be equal on all replicas is still one from each."""
+    if isinstance(gradient, PerReplica) or strategy.num_replicas_in_sync == 1:
+        return gradient
+    return PerReplica((gradient,) * strategy.num_replicas_in_sync)
 
 
 def _as_variable(array: Any, variable: Variable) -> PartitionSpec:

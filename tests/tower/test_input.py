@@ -80,11 +80,16 @@ def test_a_dataset_is_made_by_a_function():
             distribution.distribute_dataset([np.ones(1)])
         with pytest.raises(ValueError):
             distribution.distribute_dataset(lambda: 3)
+        dataset = distribution.distribute_dataset(batches(2))
+
+    assert isinstance(dataset, tower.PerDeviceDataset)
+    assert isinstance(dataset.make_initializable_iterator(), tower.InputIterator)
 
 
 def test_global_batches_are_divided():
     distribution = mirrored()
     iterator = distribution.make_dataset_iterator([np.arange(4.0), np.arange(4.0, 7.0)])
+    assert isinstance(iterator, tower.InputIterator)
     iterator.initialize()
 
     first, second = iterator.get_next(), iterator.get_next()

@@ -171,7 +171,74 @@ def test_abstract_steps_say_what_to_fill_in(distribution):
             step()
 
 
+def test_a_step_of_ones_own_owns_its_data(distribution):
+    class Count(tower.StandardInputStep):
+        def __init__(self, dataset_fn, distribution):
+            super().__init__(dataset_fn, distribution)
+            with distribution.scope():
+                self.rows = rx.Variable(0.0, aggregation="sum")
+
+        def __call__(self):
+            with self.distribution.scope():
+                self.distribution.call_for_each_tower(
+                    lambda x: self.rows.assign_add(x.sum()), self._iterator.get_next()
+                )
+
+    step = Count(ones(4), distribution)
+
+    assert isinstance(step, tower.Step)
+    assert tower.Monitor(step).run_steps() == 4 // distribution.num_towers
+    assert step.rows.numpy() == 4.0
+    step.initialize()
+    step()
+    assert step.rows.numpy() == 4.0 + distribution.num_towers
+
+
+def test_losses_are_means():
+    assert tower.get_loss_reduction() is tower.VariableAggregation.MEAN
+
+
 # -- by hand, as algorithms of that time were written
+
+
+@pytest.mark.parametrize("global_step", [False, True], ids=["no-counter", "counter"])
+def test_gradients_are_applied_across_towers(global_step):
+    """A dense layer of ones on ones, whose loss is its output; the gradients are summed over towers."""
+    distribution = tower.MirroredStrategy(DEVICES)
+    with distribution.scope():
+        kernel, bias = rx.Variable(jnp.ones((10, 1)), name="kernel"), rx.Variable(jnp.ones(1), name="bias")
+        count = rx.Variable(0, name="global_step", trainable=False)
+        optimizer = rx.Optimizer(optax.sgd(0.25), gradients="sum")
+
+        def tower_fn(x):
+            gradients = rx.grad(lambda: (x @ kernel.value + bias.value).sum(), [kernel, bias])()
+            return list(zip(gradients, [kernel, bias], strict=True))
+
+        pairs = distribution.call_for_each_tower(tower_fn, jnp.ones((1, 10)))
+        optimizer._distributed_apply(distribution, pairs, count if global_step else None)
+
+    assert kernel.numpy().tolist() == [[0.5]] * 10 and bias.numpy().tolist() == [0.5]
+    assert int(count) == global_step
+
+
+@pytest.mark.parametrize("momentum", [0.8, 0.9, 0.99])
+def test_a_moving_mean_follows_the_mean_of_the_towers_batches(momentum):
+    distribution = tower.MirroredStrategy(DEVICES)
+    batches = np.random.default_rng(0).normal(3.0, 2.0, (20, 8, 2)).astype(np.float32)
+    with distribution.scope():
+        moving = rx.Variable(jnp.zeros(2), name="moving_mean", trainable=False, aggregation="mean")
+
+        def tower_fn(x):
+            moving.assign_sub((moving.value - x.mean(axis=0)) * (1 - momentum))
+
+        iterator = distribution.distribute_dataset(lambda: list(batches)).make_one_shot_iterator()
+        for _ in range(10):
+            distribution.call_for_each_tower(tower_fn, iterator.get_next())
+
+    expected = np.zeros(2)
+    for pair in batches.reshape(10, 2, 8, 2):
+        expected -= (expected - pair.mean(axis=(0, 1))) * (1 - momentum)
+    np.testing.assert_allclose(moving.numpy(), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("towers", [1, 2])
