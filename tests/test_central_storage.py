@@ -234,3 +234,24 @@ def test_state_of_no_variable_goes_beside_the_variable_with_the_first_name():
         b, a = rx.Variable(0.0, name="b"), rx.Variable(0.0, name="a")
 
     assert strategy.extended.non_slot_devices([b, a]) is a
+
+
+def test_two_strategies_of_different_size_do_not_meet_in_the_caches_of_jax():
+    """Copying a variable is a program that JAX keeps; the first strategy must leave nothing of its mesh in it."""
+
+    def variable_and_step(replicas):
+        strategy = CentralStorageStrategy(jax.devices()[1 : 1 + replicas], "cpu:0")
+        with strategy.scope():
+            w = rx.Variable(np.ones(17, np.float32))
+        return w, lambda: strategy.run(lambda: w.assign(w.value * 2.0, read_value=False))
+
+    w, step = variable_and_step(1)
+    for _ in range(2):
+        step()
+        w.numpy()  # whoever holds the array gets a copy of it at the next step
+    step()
+    other, step = variable_and_step(2)
+    other.numpy()
+    step()
+
+    assert (w.numpy()[0], other.numpy()[0]) == (8.0, 2.0)

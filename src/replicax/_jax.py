@@ -111,6 +111,18 @@ def key_value_store() -> Any:
     return distributed.global_state.client
 
 
+def forget_mesh(array: jax.Array) -> None:
+    """Says of an array on one device that it is on no mesh.
+
+    What equations that were traced inside a `shard_map` compute is marked as belonging to its mesh, wherever they are
+    carried out. JAX would keep that mark in its caches and give it to the arrays of another strategy, which it then
+    refuses to combine. No public function changes the mark without copying the array.
+    """
+    aval = array.aval
+    if not aval.sharding.mesh.empty:
+        array.aval = core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)  # type: ignore[misc]
+
+
 def on_host() -> Any:
     """A context manager inside which operations are carried out now, whatever trace is under way around it.
 

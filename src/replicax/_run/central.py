@@ -25,7 +25,7 @@ import jax
 from jax.extend import core as jex
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
-from replicax import _locality
+from replicax import _jax, _locality
 from replicax._placement import Placement
 from replicax._run import arguments, emit, trace
 from replicax._run.trace import Result, Step
@@ -117,6 +117,7 @@ def finish(out: tuple[Any, ...], placement: Placement) -> Any:
         jax.device_put([array.addressable_data(nearest) for array in frontier], device),
     )
     for variable, array in zip(update.written, new, strict=True):
+        _jax.forget_mesh(array)
         at_home = variable.placement.parameter_device is device
         variable._array = array if at_home else jax.device_put(array, variable.strategy.rest_sharding(variable))
     made = jax.device_put(made, placement.mirrored) if made else made
