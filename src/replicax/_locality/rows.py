@@ -13,6 +13,10 @@ way to it, at which line of the user's that happened first.
 # `reshape` may merge the row axis with those behind it and split it again later, as layers do that know only one batch
 # axis: (rows, time, features) -> (rows * time, features) -> (rows, time, features). Hence `block`, the number of
 # neighbours on the axis that belong to one row.
+#
+# A scan over the rows (`jax.lax.map`) takes them one by one. What belongs to the row of the present turn has it on axis
+# -1, to that of the scan around it on axis -2, and so on: taking an element lowers an axis by one, stacking the results
+# raises it again. Inside its turn a row may be treated in any way, but what is handed on to the next turn is lost.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -68,6 +72,7 @@ class _Place:
     """Where the rows of a value lie."""
 
     axis: int
+    """Below 0: nowhere, the value belongs to the one row that a scan is at."""
     block: int = 1
     merged: _Mix | None = None
     """Where `block` came to be more than one: for whom the rows end here, this is where they were lost."""
@@ -134,15 +139,31 @@ class _RowWalk(Walk[_Fate]):
         return walk(scope)
 
     def choose(self, eqn: JaxprEqn, predicate: _Fate, scope: Scope) -> tuple[Scope, Callable[[_Fate], _Fate]]:
-        return scope, lambda result: replace(result, mixed=_first(result.mixed, predicate.mixed))
+        def decide(result: _Fate) -> _Fate:
+            if not predicate.place:
+                return replace(result, mixed=_first(result.mixed, predicate.mixed))
+            places = [fate.place for fate in (result, predicate) if fate.place]
+            return self._aligned(eqn, [result, predicate], places, scope)
+
+        return scope, decide
 
     def window(self, eqn: JaxprEqn, state: _Fate, indices: Sequence[_Fate], scope: Scope) -> _Fate:
-        return state if is_whole(eqn) else self.unknown(eqn, [state, *indices], scope)
+        kept = is_whole(eqn) and not (state.place and state.place.axis < 0)  # a reference outlives the turn
+        return state if kept else self.unknown(eqn, [state, *indices], scope)
 
     def element(self, eqn: JaxprEqn, state: _Fate, scope: Scope) -> _Fate:
-        if state.place and state.place.axis == 0:
+        if state.place and state.place.axis == 0 and state.place.block > 1:
             return self.unknown(eqn, [state], scope)
         return _shifted(state, -1)
+
+    def inward(self, state: Any) -> Any:
+        return _shifted(state, -1) if _of_one_row(state) else state
+
+    def outward(self, state: Any) -> Any:
+        return _shifted(state, +1) if _of_one_row(state) else state
+
+    def handed_on(self, eqn: JaxprEqn, state: _Fate, scope: Scope) -> _Fate:
+        return self.unknown(eqn, [state], scope) if state.place and state.place.axis == -1 else state
 
     def stacked(self, eqn: JaxprEqn, state: _Fate, scope: Scope) -> _Fate:
         return _shifted(state, +1)
@@ -157,12 +178,16 @@ class _RowWalk(Walk[_Fate]):
 
     def _moved(self, eqn: JaxprEqn, index: int, place: _Place, scope: Scope) -> _Place | None:
         """Where the rows of operand `index` lie in the results; None if they were combined."""
+        if place.axis < 0:
+            return place
         if eqn.primitive.name == "reshape":
             return self._reshaped(eqn, place, scope)
         rule = _RULES.get(eqn.primitive.name)
         axis = rule(eqn, index, place.axis) if rule else None
         if axis is None and eqn.primitive.name == "gather" and index == 0:
             axis = _own_row(eqn, place.axis, scope.body)
+        if axis is None and eqn.primitive.name.startswith("scatter") and index > 0:
+            axis = _written_to_own_row(eqn, index, place.axis, scope.body)
         if axis is None:
             return None
         # Whatever the rule says, an axis of another length (a slice, one row broadcast to many) is not the row axis.
@@ -192,6 +217,10 @@ class _RowWalk(Walk[_Fate]):
 
     def _mix(self, eqn: JaxprEqn, scope: Scope) -> _Mix:
         return _Mix(self.tick(), scope.site(eqn) or Site("<unknown>", 0))
+
+
+def _of_one_row(state: Any) -> bool:
+    return isinstance(state, _Fate) and state.place is not None and state.place.axis < 0
 
 
 def _shape(atom: Any) -> tuple[int, ...]:
@@ -315,13 +344,32 @@ def _own_row(eqn: JaxprEqn, axis: int, body: Jaxpr) -> int | None:
     numbers = eqn.params["dimension_numbers"]
     if axis not in numbers.start_index_map or axis not in numbers.collapsed_slice_dims:
         return None
+    counted = _counting_column(eqn, numbers.start_index_map.index(axis), _shape(eqn.invars[0])[axis], body)
+    return None if counted is None else _gather(eqn, 1, counted)
+
+
+def _written_to_own_row(eqn: JaxprEqn, index: int, axis: int, body: Jaxpr) -> int | None:
+    """``x.at[jnp.arange(rows), labels].set(...)``: each row writes into itself, by its own number."""
+    numbers = eqn.params["dimension_numbers"]
+    if index == 2:  # where the rows of the updates stand among the indices
+        if axis in numbers.update_window_dims:
+            return None
+        axis -= sum(other < axis for other in numbers.update_window_dims)
+    for column, target in enumerate(numbers.scatter_dims_to_operand_dims):
+        if target in numbers.inserted_window_dims:
+            counted = _counting_column(eqn, column, _shape(eqn.invars[0])[target], body)
+            if counted == axis:
+                return int(target)
+    return None
+
+
+def _counting_column(eqn: JaxprEqn, column: int, rows: int, body: Jaxpr) -> int | None:
+    """The axis along which one column of the indices of a gather or scatter counts the rows."""
     made_by = {out: maker for maker in body.eqns for out in maker.outvars}
     columns = made_by.get(eqn.invars[1])  # type: ignore[arg-type]
     if columns is None or columns.primitive.name != "concatenate":
         return None
-    column = columns.invars[numbers.start_index_map.index(axis)]
-    counted = _counted_axis(column, _shape(eqn.invars[0])[axis], made_by)
-    return None if counted is None else _gather(eqn, 1, counted)
+    return _counted_axis(columns.invars[column], rows, made_by)
 
 
 def _counted_axis(atom: Any, rows: int, made_by: dict[Any, JaxprEqn]) -> int | None:

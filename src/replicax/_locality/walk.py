@@ -96,6 +96,18 @@ class Walk(ABC, Generic[S]):
     def stacked(self, eqn: JaxprEqn, state: S, scope: Scope) -> S:
         """What the results of all turns of a scan are as one array."""
 
+    def inward(self, state: S) -> S:
+        """What a state from outside of a scan is inside, where it is the same for all turns."""
+        return state
+
+    def outward(self, state: S) -> S:
+        """The other way round."""
+        return state
+
+    def handed_on(self, eqn: JaxprEqn, state: S, scope: Scope) -> S:
+        """What a turn of a scan hands on to the next."""
+        return state
+
     # What is the same for both.
 
     def tick(self) -> int:
@@ -148,14 +160,22 @@ class Walk(ABC, Generic[S]):
         body: Jaxpr = eqn.params["jaxpr"].jaxpr
         inner = _nested(eqn, scope)
         consts, carry, xs = _split(states, eqn.params["num_consts"], eqn.params["num_carry"])
+        consts, carry = [[self.inward(state) for state in states] for states in (consts, carry)]
         elements = [self.element(eqn, x, scope) for x in xs]
 
         def turn(carry: list[Any]) -> tuple[list[Any], list[Any]]:
             results = self._outputs(body, [*consts, *carry, *elements], inner)
-            return self._joined(carry, results[: len(carry)], eqn, scope), results[len(carry) :]
+            handed_on = [self.handed_on(eqn, state, scope) for state in results[: len(carry)]]
+            return self._joined(carry, handed_on, eqn, scope), results[len(carry) :]
 
         carry, ys = self._until_stable(carry, turn)
-        return [*carry, *(self.stacked(eqn, y, scope) for y in ys)]
+        return [*map(self.outward, carry), *(self.stacked(eqn, y, scope) for y in ys)]
+
+    def _linear_solve(self, eqn: JaxprEqn, states: list[Any], scope: Scope) -> Sequence[S]:
+        lengths, solve = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
+        before = lengths.matvec + lengths.vecmat
+        b = states[sum(lengths) :]
+        return self._outputs(solve.jaxpr, [*states[before : before + lengths.solve], *b], scope)
 
     def _while(self, eqn: JaxprEqn, states: list[Any], scope: Scope) -> Sequence[S]:
         test: Jaxpr = eqn.params["cond_jaxpr"].jaxpr
@@ -226,6 +246,7 @@ _STRUCTURE: dict[str, _Rule] = {
     "cond": Walk._cond,
     "scan": Walk._scan,
     "while": Walk._while,
+    "custom_linear_solve": Walk._linear_solve,
     **dict.fromkeys(("new_ref", "empty_ref"), Walk._new_ref),
     **dict.fromkeys(("freeze", "free_ref"), Walk._freeze),
     "get": Walk._get,
