@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import jax
 
 from replicax._errors import InputError, message
-from replicax._input.agreement import Agreement
+from replicax._input.agreement import Agreement, Together
 from replicax._input.batch import Batch, describe, digest, require_rows
 from replicax._input.feed import Feed
 from replicax._input.plan import Split, balanced
@@ -17,6 +17,10 @@ from replicax._input.sources import Pass
 
 PyTree = Any
 State = dict[str, Any]
+
+
+_NEVER_SEEN = -1
+"""Said instead of the number of rows by a process that has none and never had any."""
 
 
 class Steps(Protocol):
@@ -51,31 +55,29 @@ class Padding:
 class GlobalSteps:
     """Global batches, each divided over all replicas.
 
-    Every process goes through the same batches and copies the rows of its own replicas, so all see the end at the same
-    step without asking each other. That they *are* the same is asked once, of the first batch: a source that every
-    process shuffles in its own way would otherwise give some rows twice and some not at all.
+    Every process goes through the same batches and copies the rows of its own replicas. That they *are* the same is
+    asked once, of the first batch and the length: a source that every process shuffles in its own way would otherwise
+    give some rows twice and some not at all. Where the length is not known, processes also say at which batch they are,
+    so that none waits in a step which another will not take.
     """
 
-    def __init__(self, batches: Pass, feed: Feed, padding: Padding, others: Agreement | None = None) -> None:
+    def __init__(self, batches: Pass, feed: Feed, padding: Padding, others: Together | None = None) -> None:
         self._batches = batches
         self._feed = feed
         self._padding = padding
         self._kind = Kind()
         self._others = others
+        self._compared = False
 
     def read(self) -> PyTree | None:
-        number = self._batches.number
-        batch = self._batches.read()
+        name = f"Batch {self._batches.number} of {self._batches.source.name}"
+        batch = self._next(name) if self._others is None else self._next_of_all(self._others, name)
         if batch is None:
             return None
-        name = f"Batch {number} of {self._batches.source.name}"
-        self._kind.check(batch, name)
         replicas = self._feed.placement.replicas
         if replicas == 1:
             return self._feed.whole(batch)
-        rows = require_rows(batch, name, replicas)
-        if self._others is not None:
-            self._compare(batch, name)
+        rows = batch.rows or 0
         full = self._padding.grow(rows)
         split = balanced(rows, replicas, full)
         if self._padding.refuse and not (split.even and rows == full):
@@ -83,12 +85,28 @@ class GlobalSteps:
         masked = not self._padding.promised or not split.even
         return self._feed.divided(batch, split, masked, self._padding.short_ahead)
 
-    def _compare(self, batch: Batch, name: str) -> None:
-        assert self._others is not None
-        digests = self._others.exchange(dict.fromkeys(self._feed.readers, digest(batch)))
-        self._others = None
-        if len(set(digests.values())) > 1:
-            raise _other_rows_elsewhere(name, digests)
+    def _next(self, name: str) -> Batch | None:
+        batch = self._batches.read()
+        if batch is not None:
+            self._kind.check(batch, name)
+            if self._feed.placement.replicas > 1:
+                require_rows(batch, name, self._feed.placement.replicas)
+        return batch
+
+    def _next_of_all(self, others: Together, name: str) -> Batch | None:
+        number, source = self._batches.number, self._batches.source
+        try:
+            batch = self._next(name)
+        except Exception as error:
+            others.failed(error)
+            raise
+        if not self._compared:
+            self._compared = True
+            mine = (0 if batch is None else digest(batch), source.length)
+            _compare(name, source.name, others.exchange(dict.fromkeys(self._feed.readers, mine)))
+        if source.length is None and not source.endless:
+            (others.handed_out if batch is not None else others.ended)(number)
+        return batch
 
     def get_state(self) -> State:
         return self._batches.get_state() | {"full": self._padding.full}
@@ -113,17 +131,24 @@ class ReplicaSteps:
         self._kind = Kind()
 
     def read(self) -> PyTree | None:
-        batches = [self._next(i) for i in range(len(self._feed.readers))]
+        try:
+            batches = [self._next(i) for i in range(len(self._feed.readers))]
+        except Exception as error:
+            self._agreement.failed(error)
+            raise
         mine = {r: _size(batch) for r, batch in zip(self._feed.readers, batches, strict=True)}
+        if not any(mine.values()) and not self._knows_the_kind():
+            mine = dict.fromkeys(mine, _NEVER_SEEN)
         sizes = self._agreement.exchange(mine)
-        if not any(sizes.values()):
+        if not any(size > 0 for size in sizes.values()):
             return None
+        if _NEVER_SEEN in sizes.values():
+            raise _no_data(self._pipelines[0].source.name, sizes)
         if self._feed.placement.replicas == 1:
             assert batches[0] is not None
             return self._feed.whole(batches[0])
         stand_in = self._kind.first
-        if stand_in is None:
-            raise _no_data(self._pipelines[0].source.name)
+        assert stand_in is not None
         filled = [stand_in if batch is None else batch for batch in batches]
         rowless = any(batch.rows is None for batch in filled)
         if rowless:
@@ -135,6 +160,13 @@ class ReplicaSteps:
         if not split.even and (self._padding.refuse or rowless and not _scalars(stand_in)):
             raise _uneven_group(self._pipelines[0].source.name, batches)
         return self._feed.joined(filled, split, not self._padding.promised or not split.even)
+
+    def _knows_the_kind(self) -> bool:
+        """Whether padding can be made. A pass resumed after the end of its data looks at the beginning again."""
+        source = self._pipelines[0].source
+        if self._kind.first is None and not source.once:
+            self._kind.first = Pass(source).read()
+        return self._kind.first is not None
 
     def get_state(self) -> State:
         return {"pipelines": [pipeline.get_state() for pipeline in self._pipelines], "full": self._padding.full}
@@ -197,6 +229,32 @@ def _scalars(batch: Batch) -> bool:
     return all(leaf.ndim == 0 for leaf in batch.leaves)
 
 
+def _compare(name: str, source: str, said: dict[int, tuple[int, int | None]]) -> None:
+    """Refuses first batches, and lengths, that are not the same on all processes."""
+    digests = {replica: value for replica, (value, _) in said.items()}
+    lengths = {replica: length for replica, (_, length) in said.items()}
+    if len(set(digests.values())) > 1:
+        raise _other_rows_elsewhere(name, digests)
+    if len(set(lengths.values())) > 1:
+        raise _other_lengths_elsewhere(source, lengths)
+
+
+def _other_lengths_elsewhere(source: str, lengths: dict[int, int | None]) -> InputError:
+    return InputError(
+        message(
+            f"{source} is not as long on all processes",
+            [f"replica {replica}: {length} batches" for replica, length in sorted(lengths.items())],
+            "Every process goes through the same global batches and keeps the rows of its replicas. The steps after the "
+            "end of the shortest would wait for it for ever, and their rows would be lost.",
+            [
+                "give all processes the same batches",
+                'if every process has data of its own on purpose: `rx.InputOptions(shard="off")`, or '
+                "`strategy.distribute_datasets_from_function(make)`; there the end waits for the longest",
+            ],
+        )
+    )
+
+
 def _other_rows_elsewhere(name: str, digests: dict[int, int]) -> InputError:
     return InputError(
         message(
@@ -251,13 +309,15 @@ def _part(batch: Batch | None) -> str:
     return f"{batch.rows} rows" if batch.rows is not None else ", ".join(describe(leaf) for leaf in batch.leaves)
 
 
-def _no_data(name: str) -> InputError:
+def _no_data(name: str, sizes: dict[int, int]) -> InputError:
     return InputError(
         message(
-            f"{name} gave this process no batch at all, and other processes have data",
-            why="This process must take every step with them, on padding, and has never seen what a batch looks like.",
-            instead=[
-                "give every process some data, for instance by sharding rows instead of files",
+            f"{name} gave some processes no batch at all, and others have data",
+            [f"replica {r}: {'nothing' if size < 0 else f'{size} rows'}" for r, size in sorted(sizes.items())],
+            "All processes take every step together, those without data on padding. One that has never seen a batch does "
+            "not know what padding looks like.",
+            [
+                "give every process some data, for instance by dividing rows instead of files",
                 "use global batches: `strategy.distribute_dataset(dataset)`",
             ],
         )
