@@ -16,7 +16,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import keras
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
+from replicax._variables import storage
 from replicax._variables.variable import Variable
 from replicax.keras import _errors
 
@@ -26,6 +28,8 @@ class Adopted(keras.Variable):
 
     @property
     def _value(self) -> Any:
+        if in_symbolic_scope():  # Keras works out shapes; no value gets into a program
+            return storage.host_value(self.replicax_variable)
         return self.replicax_variable.value
 
     @_value.setter

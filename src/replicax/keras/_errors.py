@@ -58,6 +58,48 @@ def targets_beside_dataset(dataset: Any) -> InputError:
     )
 
 
+def lies_elsewhere(model: Any, variable: Any, strategy: Any) -> ContextError:
+    return ContextError(
+        message(
+            f"The {type(model).__name__} {model.name!r} holds a variable that lies on the devices of another strategy",
+            [f"{variable.path}  {variable._layout}", f"model   {strategy!r}"],
+            "One program computes with all variables of a model, on one set of devices.",
+            [
+                "make the layer and the model under the same `strategy.scope()`",
+                "make the layer anew and copy its values: `layer.set_weights(other.get_weights())`",
+            ],
+        )
+    )
+
+
+def adopted_in_central_storage(model: Any, variable: Any) -> NotAvailableError:
+    return NotAvailableError(
+        message(
+            f"Keras's own loops cannot use the {type(model).__name__} {model.name!r}, adopted under central storage",
+            [variable.path],
+            "An adopted variable stays on the parameter device, and `fit` and its relatives compute where variables are.",
+            [
+                "train it in steps of your own only: `strategy.run(step, ...)`",
+                "do not adopt it: `fit`, `evaluate` and `predict` work under central storage",
+            ],
+        )
+    )
+
+
+def not_adopted(owner: Any, variables: list[Any]) -> ContextError:
+    return ContextError(
+        message(
+            f"A Keras {type(owner).__name__} that was not adopted is used or made inside a step",
+            [variable.path for variable in variables[:5]],
+            "A step would take the present values for constants, and what it assigns would be lost.",
+            [
+                "adopt it before the step: `with strategy.scope(): weights = rx.keras.adopt(model)`",
+                "let `model.fit(...)` do the training",
+            ],
+        )
+    )
+
+
 def not_adoptable(owner: Any, variable: Any) -> NotAvailableError:
     return NotAvailableError(
         message(

@@ -26,17 +26,22 @@ def follow_scopes() -> None:
 
 
 def _entered(strategy: Strategy) -> Callable[[], None]:
-    before = None
     if "keras" in sys.modules:
         before = _put_in_force(strategy)
-    elif _watcher not in sys.meta_path:
+        return lambda: sys.modules["keras"].distribution.set_distribution(before)
+    if _watcher not in sys.meta_path:
         sys.meta_path.insert(0, _watcher)
+    return _left
 
-    def left() -> None:
-        if "keras" in sys.modules:  # it may have been imported inside the scope
-            sys.modules["keras"].distribution.set_distribution(before)
 
-    return left
+def _left() -> None:
+    """After a scope that was entered before Keras was imported; another such scope may be around it."""
+    if "keras" not in sys.modules:
+        return
+    if _context.has_strategy():
+        _put_in_force(_context.get_strategy())
+    else:
+        sys.modules["keras"].distribution.set_distribution(None)
 
 
 def _put_in_force(strategy: Strategy) -> Any:

@@ -13,21 +13,24 @@ So a loss, a metric or BatchNormalization sees all rows of the batch however the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import keras
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from keras.src.distribution.distribution_lib import Distribution
 
 from replicax._cross import host
 from replicax._placement import AXIS, Placement
 from replicax._strategy.base import Strategy
+from replicax._strategy.layout import fitted
 from replicax._values import PerReplica
 
 
 class Placed(Distribution):
-    """A strategy's placement in Keras's terms."""
+    """A strategy's placement in Keras's terms, while a model computes."""
 
     def __init__(self, strategy: Strategy) -> None:
         placement = strategy.placement
@@ -42,6 +45,11 @@ class Placed(Distribution):
     def num_model_replicas(self) -> int:
         return self.placement.replicas
 
+    def strategy_has(self, devices: Iterable[jax.Device]) -> bool:
+        """Whether a variable on these devices can be of a model of this strategy."""
+        here = tuple(devices)
+        return here == tuple(self.placement.mesh.devices.flat) or here == (self.placement.parameter_device,)
+
     def divides(self, shape: tuple[int, ...]) -> bool:
         return len(shape) > 0 and shape[0] % self.placement.replicas == 0
 
@@ -51,9 +59,14 @@ class Placed(Distribution):
             axes[0] = AXIS
         return keras.distribution.TensorLayout(axes, self.device_mesh)
 
-    def get_variable_layout(self, variable: Any) -> Any:
-        given = getattr(variable, "_layout", None)
-        return given or keras.distribution.TensorLayout([None] * len(variable.shape), self.device_mesh)
+    def get_variable_layout(self, variable: Any) -> NamedSharding:
+        """The strategy's policy speaks of parameters; slots of an optimizer lie as their parameters do."""
+        policy = self.strategy.layouts
+        if policy is None or not variable.trainable or self.placement.apart:
+            return self.placement.mirrored
+        shape, name = tuple(variable.shape), variable.path
+        spec = policy.layout(name, shape, self.placement)
+        return NamedSharding(self.placement.mesh, fitted(f"variable {name!r}", spec, shape, self.placement))
 
     def get_tensor_layout(self, path: str) -> None:
         return None
@@ -70,3 +83,14 @@ class Placed(Distribution):
             return jax.device_put(leaf, self.placement.split if split else self.placement.mirrored)
 
         return keras.tree.map_structure(put, batch)
+
+
+class AtRest(Placed):
+    """The same while no model computes: under central storage, variables lie on the parameter device then."""
+
+    def get_variable_layout(self, variable: Any) -> NamedSharding:
+        if not self.placement.apart:
+            return super().get_variable_layout(variable)
+        # Keras asks for a mesh even where there is one device.
+        mesh = Mesh(np.array([self.placement.parameter_device]), (AXIS,))
+        return NamedSharding(mesh, PartitionSpec())
