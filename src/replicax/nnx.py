@@ -21,7 +21,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from replicax import _context
+from replicax import _context, _jax
 from replicax._errors import ContextError, NotAvailableError, message
 from replicax._run import arguments
 from replicax._variables.variable import Variable
@@ -67,6 +67,8 @@ def adopt(module: Any) -> list[Variable]:
     for path, variable in found:
         _adopt(path, variable)
     for _, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Pytree):
+            _let_into_steps(node)
         if isinstance(node, nnx.RngStream):
             object.__setattr__(node, "__class__", _adopted_stream(type(node)))
     return [_kept(variable) for _, variable in found if isinstance(variable, nnx.Param)]
@@ -166,21 +168,58 @@ class _Adopted:
 
 
 @functools.cache
-def _adopted_stream(base: type) -> type:
-    if issubclass(base, _AdoptedStream):
+def _adopted_stream(base: Any) -> type:
+    """The kind of random stream that `base` becomes: key and count are equal on all replicas while the draws differ."""
+    if hasattr(base, "draws_of_its_own"):
         return base
-    return cast(Any, type(base))(base.__name__, (_AdoptedStream, base), {"__module__": base.__module__})
 
-
-class _AdoptedStream:
-    """A random stream whose key and count are equal on all replicas while its draws differ."""
-
-    def __call__(self) -> Any:
-        key = super().__call__()  # type: ignore[misc]
+    def __call__(self: Any) -> Any:
+        key = base.__call__(self)
         mode = _context.current()
         if mode is None or mode.replica is None or mode.strategy.num_replicas_in_sync == 1:
             return key
         return mode.replica.replica_key(key)
+
+    # No second base class: an object cannot change to a class that is laid out differently.
+    contents = {"__call__": __call__, "draws_of_its_own": True, "__slots__": (), "__module__": base.__module__}
+    return type(base)(base.__name__, (base,), contents)
+
+
+# -- `nnx.grad` and its like
+#
+# NNX lets a node into a transform only under the trace in which it was made, and a step has another. Inside, the node is a
+# copy; afterwards NNX empties the original and fills it with the copy's parts, its marks of traces included.
+
+
+def _let_into_steps(node: Any) -> None:
+    state = node._pytree__state
+    object.__setattr__(node, "_pytree__state", _adopted_state()(state._initializing, state._is_setup))
+
+
+@functools.cache
+def _adopted_state() -> type[Any]:
+    from flax.nnx.pytreelib import PytreeState
+    from flax.nnx.tracers import TraceState
+
+    class AnyStep(TraceState):
+        def is_valid(self) -> bool:
+            mode = _context.current()
+            return mode is not None and mode.ledger is not None or not _jax.is_staging() or super().is_valid()
+
+    class AdoptedState(PytreeState):
+        __slots__ = ()
+
+        def __init__(self, initializing: bool = False, is_setup: bool = False) -> None:
+            super().__init__(initializing, is_setup)
+            self._trace_state = AnyStep()
+
+    jax.tree_util.register_pytree_node(
+        AdoptedState, lambda state: ((), (state.initializing, state.is_setup)), lambda flags, _: AdoptedState(*flags)
+    )
+    return AdoptedState
+
+
+# -- modules as arguments
 
 
 def refuse_modules(fn: Callable[..., Any], call: Any) -> None:
@@ -236,7 +275,8 @@ def _module_as_argument(fn: Callable[..., Any], module: Any) -> NotAvailableErro
             "A step gets copies of its arguments, so what the module changes in itself (BatchNorm statistics, counts of "
             "random streams) would be lost.",
             [
-                f"adopt it, `with strategy.scope(): rx.nnx.adopt(module)`, and let `{name}` use it by closure",
+                f"adopt it, `with strategy.scope(): rx.nnx.adopt(module)`, and let `{name}` use it by closure or bind it: "
+                f"`functools.partial({name}, module)`",
                 "pass its state and return the new one: `graphdef, state = nnx.split(module)`",
             ],
         )
