@@ -63,6 +63,33 @@ def test_lambdas_and_partials_made_anew(strategy, compilations):
     assert names == []
 
 
+NOTEBOOK_CELL = """
+def loss(x):
+    return (x * rate).sum()
+def step(x):
+    return [loss(x) for _ in range(1)][0]
+result = strategy.run(step, args=(x,))
+"""
+
+
+def test_a_notebook_cell_run_again(strategy, compilations):
+    """Its functions are made anew; what counts are the globals that they read, not what they are called."""
+    notebook = {"strategy": strategy, "x": jnp.ones((8, 4)), "rate": 2.0}
+    exec("step = lambda x: (x * rate).sum()\nresult = strategy.run(step, args=(x,))", notebook)
+    first = float(notebook["result"])
+    with compilations() as names:
+        exec("step = lambda x: (x * rate).sum()\nresult = strategy.run(step, args=(x,))", notebook)
+
+    assert names == []
+    notebook["rate"] = 3.0
+    exec("step = lambda x: (x * rate).sum()\nresult = strategy.run(step, args=(x,))", notebook)
+    assert (first, float(notebook["result"])) == (64.0, 96.0)
+    for rate in (2.0, 3.0):
+        notebook["rate"] = rate
+        exec(NOTEBOOK_CELL, notebook)
+        assert float(notebook["result"]) == 32 * rate, "a function that a step calls was written anew"
+
+
 def test_a_reduction_and_a_gather(strategy, compilations):
     def step():
         return rx.get_replica_context().replica_id_in_sync_group * jnp.ones(3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import enum
 import functools
 import types
@@ -30,7 +31,8 @@ class Programs:
     """The programs of one strategy.
 
     A function object has its program. A lambda or inner function that is made anew at every step is a new object each
-    time, so it is also looked up by what it consists of: its code, the objects in its closure and its defaults.
+    time, so it is also looked up by what it consists of: its code, the objects in its closure, its defaults and the
+    globals that it reads. In a notebook it is these that change from one making to the next.
     """
 
     def __init__(self, strategy: Strategy, kind: Kind = Kind.REPLICA, make: type[Program] = Program) -> None:
@@ -59,8 +61,8 @@ class Programs:
         if program is None:
             program = self._make(self._strategy, fn, self._kind, donate)
             if contents is not None:
-                # The function is kept too: its closure's ids stay taken as long as the entry lives.
-                self._by_contents[contents] = (program, fn)
+                # What the key knows by its id is kept, so that the id stays taken as long as the entry lives.
+                self._by_contents[contents] = (program, (fn, _globals_read(fn)))
             self._count(fn, statics)
         self._by_call[key] = program
         self._trim()
@@ -97,4 +99,18 @@ def _contents(fn: Any) -> Any:
         return None
     defaults = tuple(map(id, fn.__defaults__ or ()))
     keywords = tuple((name, id(value)) for name, value in (fn.__kwdefaults__ or {}).items())
-    return fn.__code__, cells, defaults, keywords, id(fn.__globals__)
+    return fn.__code__, cells, defaults, keywords, id(fn.__globals__), tuple(map(id, _globals_read(fn)))
+
+
+def _globals_read(fn: Any) -> list[Any]:
+    """What the globals that a function mentions, or its inner functions do, stand for now."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return [fn.__globals__.get(name) for name in _global_names(fn.__code__)]
+
+
+@functools.lru_cache(maxsize=4 * MOST)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    own = [i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    return tuple(dict.fromkeys([*own, *(name for constant in inner for name in _global_names(constant))]))
