@@ -48,7 +48,9 @@ class Ledger(Protocol):
     def components(self, value: Any) -> list[Any]: ...
     def read_across(self, variable: Variable) -> Any: ...
     def create(self, make: Callable[..., Any], kwargs: dict[str, Any]) -> Any: ...
-    def reduce_across(self, op: ReduceOp, value: Any, axes: tuple[int, ...] | None) -> Any: ...
+    def reduce_across(
+        self, op: ReduceOp, values: Sequence[Any], axes: tuple[int, ...] | None, options: CommunicationOptions | None
+    ) -> list[Any]: ...
     def gather_across(self, value: Any, axis: int) -> Any: ...
     def update(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Any]: ...
     def valid_counts(self, rows: int | None) -> tuple[Any, Any] | None: ...
@@ -376,7 +378,7 @@ class ReplicaContext:
         2.5
         """
         self._require("all_reduce")
-        op = ReduceOp.parse(reduce_op)
+        op, options = ReduceOp.parse(reduce_op), CommunicationOptions.parse(options)
         return value if self._ledger is None else self._ledger.all_reduce(op, value, options)
 
     def all_gather(self, value: PyTree, axis: int = 0, options: CommunicationOptions | None = None) -> PyTree:
@@ -391,6 +393,7 @@ class ReplicaContext:
         [0 1]
         """
         self._require("all_gather")
+        options = CommunicationOptions.parse(options)
         return value if self._ledger is None else self._ledger.all_gather(value, axis, options)
 
     def replica_key(self, key: jax.Array) -> jax.Array:

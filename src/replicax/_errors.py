@@ -312,6 +312,32 @@ def ragged_reduce(op: Any, arrays: Sequence[Any]) -> StructureError:
     )
 
 
+def of_other_replicas(call: str, value: Any, placement: Any) -> InputError:
+    there = list(value.data) if value.form == "parts" else sorted(map(str, value.data.devices()))
+    return InputError(
+        message(
+            f"{call} got a per-replica value of other replicas than the strategy's",
+            [
+                f"value  {len(there)} components" if value.form == "parts" else f"value  on {', '.join(there)}",
+                f"strategy  {placement.replicas} replicas, on {', '.join(map(str, placement.mesh.devices.flat))}",
+            ],
+            "Each of the strategy's replicas has one component.",
+            ["combine it with the strategy that made it", "make it with one component for each replica"],
+        )
+    )
+
+
+def nothing_to_compare(op: Any, array: Any) -> InputError:
+    return InputError(
+        message(
+            f'strategy.reduce("{op.name.lower()}", value, axis=...) along axes without elements',
+            [f"each replica's value  {_short(array)}"],
+            "Nothing has no smallest and no largest.",
+            ["leave the empty axis out", '"sum" or "mean", which are 0 and nan'],
+        )
+    )
+
+
 def gather_shapes(what: str, arrays: Sequence[Any]) -> InputError:
     return InputError(
         message(
@@ -327,6 +353,10 @@ def slices_op(op: Any) -> NotImplementedError:
         f"A {op.name} of IndexedSlices: rows that no replica sent would count as zeros or not at all. Reduce them with "
         '"sum" or "mean", or reduce `slices.to_dense()`.'
     )
+
+
+def slices_axis() -> NotImplementedError:
+    return NotImplementedError("strategy.reduce(..., axis=...) of IndexedSlices. Reduce `slices.to_dense()`.")
 
 
 # -- Arguments of a step
@@ -952,15 +982,14 @@ class NotReducibleError(ReplicaxError, TypeError):
     """A value that cannot be added up, or of which there is no smallest."""
 
 
-def not_reducible(op: Any, leaf: Any) -> NotReducibleError:
-    word = op.name.lower()
+def not_reducible(word: str, leaf: Any) -> NotReducibleError:
     return NotReducibleError(
         message(
-            f'A "{word}" over replicas of something that has none',
+            f'"{word}" over replicas of something that has none',
             [_short(leaf) if hasattr(leaf, "dtype") else f"{type(leaf).__name__}: {_short(leaf)}"],
             "Arrays and numbers are combined element by element; random keys, text and objects cannot be, and complex "
             "numbers have no order.",
-            ["reduce numbers", "strategy.experimental_local_results(value) lists what each replica has"],
+            ["combine numbers", "strategy.experimental_local_results(value) lists what each replica has"],
         )
     )
 

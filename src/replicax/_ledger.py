@@ -23,7 +23,7 @@ it was written, a result.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,6 @@ from jax.core import Tracer
 from replicax import _context, _errors, _jax
 from replicax._context import Kind, Mode
 from replicax._cross import host, in_step
-from replicax._cross.slices import is_slices
 from replicax._locality import Site, call_site
 from replicax._options import CommunicationOptions, ReduceOp, VariableAggregation
 from replicax._placement import AXIS
@@ -182,11 +181,14 @@ class TracedLedger:
     def all_gather(self, value: PyTree, axis: int, options: CommunicationOptions | None) -> PyTree:
         return in_step.all_gather(self.placement, value, axis)
 
-    def reduce_across(self, op: ReduceOp, value: Any, axes: tuple[int, ...] | None) -> Any:
+    def reduce_across(
+        self, op: ReduceOp, values: Sequence[Any], axes: tuple[int, ...] | None, options: CommunicationOptions | None
+    ) -> list[Any]:
         """`strategy.reduce` in cross-replica code of this run."""
-        if is_slices(value):
-            return self.all_reduce(op, self.to_replica(value), None)
-        return host.reduce_local(lambda which, x: self.all_reduce(which, x, None), op, self._own(value), axes)
+        own = self.to_replica(values)
+        if axes is None:
+            return self.all_reduce(op, own, options)
+        return [host.reduce_local(lambda which, x: self.all_reduce(which, x, options), op, x, axes) for x in own]
 
     def gather_across(self, value: PerReplica, axis: int) -> Any:
         """`strategy.gather` in cross-replica code of this run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import numbers
 from typing import Any
 
 
@@ -77,8 +78,8 @@ class CommunicationOptions:
     """How a reduction should travel, per call or for a whole strategy.
 
     Args:
-      bytes_per_pack: Small arrays travel together in packs of at most this many bytes; 0 chooses a size that is
-        good for the platform.
+      bytes_per_pack: Neighbours travel together until a pack holds more than this many bytes, the last first; 0 joins
+        small arrays only, as was measured to be best.
       timeout_seconds: How long a collective over several processes may wait before it fails by name.
       implementation: A wish; see `CommunicationImplementation`.
 
@@ -91,10 +92,17 @@ class CommunicationOptions:
     implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
 
     def __post_init__(self) -> None:
-        if self.bytes_per_pack < 0:
+        if not _is_number(self.bytes_per_pack, numbers.Integral) or self.bytes_per_pack < 0:
             raise ValueError(
-                f"CommunicationOptions(bytes_per_pack={self.bytes_per_pack}): a pack cannot have a negative size. "
-                "Use 0 to let the library choose."
+                f"CommunicationOptions(bytes_per_pack={self.bytes_per_pack!r}): a pack cannot have a negative size, or "
+                "part of a byte. Use 0 to let the library choose."
+            )
+        if self.timeout_seconds is not None and not (
+            _is_number(self.timeout_seconds, numbers.Real) and self.timeout_seconds > 0
+        ):
+            raise ValueError(
+                f"CommunicationOptions(timeout_seconds={self.timeout_seconds!r}): expected a number of seconds above 0, or "
+                "None for no limit."
             )
         implementation = self.implementation
         if isinstance(implementation, str) and implementation.upper() in CommunicationImplementation.__members__:
@@ -106,10 +114,18 @@ class CommunicationOptions:
             )
         object.__setattr__(self, "implementation", implementation)
 
+    @classmethod
+    def parse(cls, options: CommunicationOptions | None) -> CommunicationOptions:
+        """`options`, or the default ones for None; `TypeError` for anything else."""
+        if options is None:
+            return cls()
+        if isinstance(options, cls):
+            return options
+        raise TypeError(f"options={options!r}: expected an rx.CommunicationOptions, or None.")
+
     def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
         """These options, overridden by every field of `other` that is not at its default."""
-        if other is None:
-            return self
+        other = CommunicationOptions.parse(other)
         defaults = CommunicationOptions()
         changed = {
             field.name: getattr(other, field.name)
@@ -117,6 +133,10 @@ class CommunicationOptions:
             if getattr(other, field.name) != getattr(defaults, field.name)
         }
         return dataclasses.replace(self, **changed)
+
+
+def _is_number(x: Any, kind: type) -> bool:
+    return isinstance(x, kind) and not isinstance(x, bool)
 
 
 def CollectiveHints(bytes_per_pack: int = 0, timeout_seconds: float | None = None) -> CommunicationOptions:

@@ -126,7 +126,8 @@ def lay_out(placement: Placement, parts: Sequence[Any]) -> PerReplica:
     """One component per local replica → a `PerReplica`, laid over the replicas' devices when the shapes allow it."""
     if not parts or not all(_is_numeric(part) for part in parts):
         return PerReplica(tuple(parts), PARTS)
-    avals = [jax.typeof(jnp.asarray(part) if not isinstance(part, jax.Array) else part) for part in parts]
+    arrays = [jnp.asarray(part) for part in parts]
+    avals = [jax.typeof(array) for array in arrays]
     if any(a.shape != avals[0].shape or a.dtype != avals[0].dtype for a in avals):
         return PerReplica(tuple(parts), PARTS)
     local = len(placement.local_replicas)
@@ -136,11 +137,12 @@ def lay_out(placement: Placement, parts: Sequence[Any]) -> PerReplica:
     shape = avals[0].shape
     total = (placement.replicas,) if stacked else (placement.replicas * shape[0], *shape[1:])
     if placement.auto_axes:  # a replica's block lies on several devices: let JAX spread it
-        whole = np.concatenate([np.asarray(part)[None] if stacked else np.asarray(part) for part in parts])
+        here = placement.local_devices[0]
+        whole = jnp.concatenate([jax.device_put(part[None] if stacked else part, here) for part in arrays])
         return PerReplica(jax.device_put(whole, placement.split), uniform(shape))
     pieces = [
-        jax.device_put(jnp.asarray(part)[None] if stacked else jnp.asarray(part), device)
-        for part, device in zip(parts, placement.local_devices, strict=True)
+        jax.device_put(part[None] if stacked else part, device)
+        for part, device in zip(arrays, placement.local_devices, strict=True)
     ]
     whole = jax.make_array_from_single_device_arrays(total, placement.split, pieces)
     return PerReplica(whole, uniform(shape))

@@ -17,14 +17,20 @@ from replicax._options import ReduceOp
 
 def checked(op: ReduceOp, leaf: Any) -> jax.Array:
     """A leaf as an array that `op` can combine; `TypeError` for text, keys, and the smallest of complex numbers."""
+    word = op.name.lower()
     if not is_key(leaf):
-        try:
-            array = jnp.asarray(leaf)
-        except (TypeError, ValueError) as error:
-            raise _errors.not_reducible(op, leaf) from error
+        array = as_array(word, leaf)
         if op in (ReduceOp.SUM, ReduceOp.MEAN) or not jnp.issubdtype(array.dtype, jnp.complexfloating):
             return array
-    raise _errors.not_reducible(op, leaf)
+    raise _errors.not_reducible(word, leaf)
+
+
+def as_array(word: str, leaf: Any) -> jax.Array:
+    """A leaf as an array; `TypeError` for text and objects. `word` names the operation."""
+    try:
+        return jnp.asarray(leaf)
+    except (TypeError, ValueError) as error:
+        raise _errors.not_reducible(word, leaf) from error
 
 
 def is_key(leaf: Any) -> bool:
@@ -41,6 +47,14 @@ def widened(word: str, array: jax.Array, beside_auto_axes: bool = False) -> jax.
     # Eight bits cannot hold a sum; and a 16-bit psum beside an Auto axis aborts the process on CPU.
     narrow = array.dtype.itemsize < (4 if beside_auto_axes else 2)
     return array.astype(jnp.float32) if narrow and is_float(array) else array
+
+
+def in_full(op: ReduceOp, array: jax.Array) -> jax.Array:
+    """An array some of whose axes `op` will reduce: a mean of many is added up in floats of at least 32 bits."""
+    if op is not ReduceOp.MEAN:
+        return array
+    array = widened("mean", array)
+    return array.astype(jnp.float32) if array.dtype.itemsize < 4 else array
 
 
 def narrowed(word: str, result: jax.Array, operand: jax.Array) -> jax.Array:

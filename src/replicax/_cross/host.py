@@ -18,6 +18,8 @@ from jax.sharding import PartitionSpec
 
 from replicax import _errors
 from replicax._cross import dtypes, in_step, parts, slices
+from replicax._cross.axes import Axes, from_front
+from replicax._cross.destinations import placement_of
 from replicax._cross.slices import IndexedSlices, is_slices
 from replicax._host import dispatch_lock
 from replicax._options import CommunicationOptions, ReduceOp
@@ -25,26 +27,34 @@ from replicax._placement import AXIS, Placement
 from replicax._values import PARTS, ROWS, STACKED, PerReplica, lay_out
 
 PyTree = Any
-Axes = tuple[int, ...] | None
 
 
 class Ops(in_step.Ops, Protocol):
     def reduce(self, op: ReduceOp, value: Any, destinations: Any, options: Any, /) -> Any: ...
 
 
-def reduce(ops: Ops, placement: Placement, op: ReduceOp, value: Any, axis: Axes, options: CommunicationOptions) -> Any:
-    """One host value, per replica or plain → one value."""
-    if is_slices(value):
-        return _reduce_slices(placement, op, value, axis)
-    if not isinstance(value, PerReplica):
-        return reduce_plain(op, value, axis, placement.replicas)
-    if value.form == PARTS:
-        return _reduce_parts(ops, placement, op, value, axis, options)
-    _check_axes(axis, value)
-    if value.mask is not None and not _covers_rows(axis, value):
-        value = _without_padding(placement, op, value)
-    (result,) = reduce_laid_out(ops, placement, op, [value], axis, options)
-    return result
+def reduce(
+    ops: Ops, placement: Placement, op: ReduceOp, values: Sequence[Any], axis: Axes, options: CommunicationOptions
+) -> list[Any]:
+    """Host values, per replica or plain → one value of each. Those laid over the replicas share one exchange."""
+    results: dict[int, Any] = {}
+    together: list[tuple[int, PerReplica]] = []
+    for i, value in enumerate(values):
+        if is_slices(value):
+            results[i] = _reduce_slices(placement, op, value, axis)
+        elif not isinstance(value, PerReplica):
+            results[i] = reduce_plain(op, value, axis, placement.replicas)
+        elif check_replicas("strategy.reduce(...)", placement, value).form == PARTS:
+            results[i] = _reduce_parts(ops, placement, op, value, axis, options)
+        elif value.mask is not None and _covers_rows(axis, value):
+            (results[i],) = reduce_laid_out(ops, placement, op, [value], axis, options)
+        else:
+            together.append((i, value if value.mask is None else _without_padding(placement, op, value)))
+    if together:
+        laid_out = [value for _, value in together]
+        reduced = reduce_laid_out(ops, placement, op, laid_out, axis, options)
+        results.update((i, result) for (i, _), result in zip(together, reduced, strict=True))
+    return [results[i] for i in range(len(values))]
 
 
 def reduce_laid_out(
@@ -65,7 +75,7 @@ def reduce_laid_out(
 def reduce_plain(op: ReduceOp, value: Any, axis: Axes, replicas: int) -> Any:
     """A value that is the same on every replica."""
     if axis is not None:
-        reduced = _along(op, jnp.asarray(value), axis)
+        reduced = _along(op, dtypes.checked(op, value), axis)
         return reduced * replicas if op is ReduceOp.SUM else reduced
     if op is not ReduceOp.SUM or replicas == 1 or _is_zero(value):
         return value
@@ -77,16 +87,38 @@ def gather(placement: Placement, value: Any, axis: int) -> Any:
     if is_slices(value):
         return parts.concatenate([value], axis)  # which refuses them
     if not isinstance(value, PerReplica):
-        return value
-    if value.form == PARTS:
+        return _of_each(placement, value, axis) if lies_on_all(placement, value) else value
+    if check_replicas("strategy.gather(...)", placement, value).form == PARTS:
         return parts.concatenate(_of_all(placement, value.data), axis)
-    if value.form == STACKED:
-        return parts.concatenate([jax.ShapeDtypeStruct((), value.data.dtype)], axis)
-    axis = parts.gather_axis(axis, [value.data])
+    axis = parts.gather_axis(
+        axis, [jax.ShapeDtypeStruct((), value.data.dtype) if value.form == STACKED else value.data]
+    )
     if value.mask is not None:
         return _gather_rows(placement, value, axis)
     with dispatch_lock:
         return _gathering(placement, axis)(value.data)
+
+
+def check_replicas(call: str, placement: Placement, value: PerReplica) -> PerReplica:
+    """`value`, if it has a component for each replica of `placement`."""
+    if value.form == PARTS:
+        fits = len(value.data) == len(placement.local_replicas)
+    else:
+        there = placement_of(value)
+        fits = there is None or there.mesh == placement.mesh
+    if not fits:
+        raise _errors.of_other_replicas(call, value, placement)
+    return value
+
+
+def lies_on_all(placement: Placement, value: Any) -> bool:
+    """Whether `value` is an array with a copy on every device of several replicas: one that all of them have."""
+    return (
+        placement.replicas > 1
+        and parts.is_array(value)
+        and value.is_fully_replicated
+        and value.sharding.device_set == placement.mirrored.device_set
+    )
 
 
 # -- values laid over the replicas
@@ -120,14 +152,23 @@ def reduce_local(
     """One replica's part in a reduction: first along `axis`, then over the replicas; `valid` rows count, the first."""
     if axis is None:
         return all_reduce(op, x)
+    if is_slices(x):
+        raise _errors.slices_axis()
+    axis = from_front("strategy.reduce", axis, x.ndim)
     count, rows = jnp.asarray(math.prod(x.shape[a] for a in axis)), None
-    if valid is not None and 0 in [a % x.ndim for a in axis]:
+    if valid is not None and 0 in axis:
         rows = (jnp.arange(x.shape[0]) < valid).reshape((-1,) + (1,) * (x.ndim - 1))
-        count = math.prod(x.shape[a] for a in axis if a % x.ndim) * valid
+        count = math.prod(x.shape[a] for a in axis if a) * valid
     if op is not ReduceOp.MEAN:
         return all_reduce(op, _along(op, x, axis, rows))
-    total, number = all_reduce(ReduceOp.SUM, (_along(ReduceOp.SUM, x, axis, rows), count))
-    return total / number
+    total, number = all_reduce(ReduceOp.SUM, (_along(ReduceOp.SUM, dtypes.in_full(op, x), axis, rows), count))
+    return dtypes.narrowed("mean", total / number, x)
+
+
+def _of_each(placement: Placement, value: jax.Array, axis: int) -> jax.Array:
+    """Every replica's copy of one array, one after the other."""
+    with dispatch_lock:
+        return parts.concatenate([value] * placement.replicas, axis)
 
 
 @functools.lru_cache(maxsize=64)
@@ -153,7 +194,7 @@ def _over_replicas(placement: Placement, body: Callable[..., Any], inputs: int) 
 
 
 def _covers_rows(axis: Axes, value: PerReplica) -> bool:
-    return axis is not None and 0 in [a % value.data.ndim for a in axis]
+    return axis is not None and 0 in from_front("strategy.reduce", axis, value.data.ndim)
 
 
 def _counts(placement: Placement, value: PerReplica) -> list[int]:
@@ -204,13 +245,13 @@ def _reduce_parts(
         everyones = PerReplica(tuple(_of_all(placement, value.data)), PARTS)
         return ops.reduce(op, everyones, everyones, options)
     arrays = [dtypes.checked(op, part) for part in value.data]
-    for array in arrays:
-        _check_axis_of(axis, array.ndim)
+    mine = [math.prod(x.shape[a] for a in from_front("strategy.reduce", axis, x.ndim)) for x in arrays]
+    count = sum(map(int, _of_all(placement, mine)))
+    rows = None if count == 0 else jnp.array(True)  # a replica without any leaves the word to the others
     which = ReduceOp.SUM if op is ReduceOp.MEAN else op
-    total = parts.combine(which, _of_all(placement, [_along(which, array, axis) for array in arrays]))
-    if op is not ReduceOp.MEAN:
-        return total
-    return total / sum(map(int, _of_all(placement, [math.prod(array.shape[a] for a in axis) for array in arrays])))
+    along = [_along(which, dtypes.in_full(op, array), axis, rows) for array in arrays]
+    total = parts.combine(which, _of_all(placement, along))
+    return dtypes.narrowed("mean", total / count, arrays[0]) if op is ReduceOp.MEAN else total
 
 
 def _of_all(placement: Placement, mine: Sequence[Any]) -> list[Any]:
@@ -238,7 +279,7 @@ def _reduce_slices(placement: Placement, op: ReduceOp, value: IndexedSlices, axi
     """Slices whose values or indices, or both, differ per replica."""
     slices.check_op(op)
     if axis is not None:
-        raise NotImplementedError("strategy.reduce(..., axis=...) of IndexedSlices. Reduce `slices.to_dense()`.")
+        raise _errors.slices_axis()
     held = (value.values, value.indices)
     if not any(isinstance(array, PerReplica) for array in held):
         return reduce_plain(op, value, None, placement.replicas)
@@ -253,6 +294,9 @@ def _reduce_slices(placement: Placement, op: ReduceOp, value: IndexedSlices, axi
 
 
 def _along(op: ReduceOp, x: jax.Array, axis: tuple[int, ...], rows: jax.Array | None = None) -> jax.Array:
+    axis = from_front("strategy.reduce", axis, x.ndim)
+    if rows is None and op in (ReduceOp.MIN, ReduceOp.MAX) and 0 in [x.shape[a] for a in axis]:
+        raise _errors.nothing_to_compare(op, x)
     match op:
         case ReduceOp.SUM:
             return jnp.sum(x, axis, where=rows)
@@ -273,19 +317,5 @@ def _limit(x: jax.Array, largest: bool) -> Any:
     return info.max if largest else info.min
 
 
-def _check_axes(axis: Axes, value: PerReplica) -> None:
-    _check_axis_of(axis, 0 if value.form == STACKED else value.data.ndim)
-
-
-def _check_axis_of(axis: Axes, rank: int) -> None:
-    for a in axis or ():
-        if not -rank <= a < rank:
-            raise ValueError(
-                f"strategy.reduce(..., axis={a}): each replica's value has rank {rank}, so its axes are "
-                f"{-rank}..{rank - 1}." if rank else
-                f"strategy.reduce(..., axis={a}): each replica's value is a scalar and has no axis. Use axis=None."
-            )  # fmt: skip
-
-
 def _is_zero(value: Any) -> bool:
-    return isinstance(value, (int, float, np.generic)) and value == 0
+    return isinstance(value, (int, float, np.generic, np.ndarray)) and bool(np.all(value == 0))

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from replicax import _errors
-from replicax._cross import dtypes, slices
+from replicax._cross import axes, dtypes, slices
 from replicax._cross.packing import Packing
 from replicax._cross.slices import IndexedSlices, is_slices
 from replicax._options import CommunicationOptions, ReduceOp
@@ -79,25 +79,27 @@ def all_gather(placement: Placement, value: PyTree, axis: int) -> PyTree:
     """`value` of all replicas, concatenated along `axis`, on every replica."""
 
     def gather(leaf: Any) -> jax.Array:
-        if is_slices(leaf):
-            raise NotImplementedError(
-                "all_gather does not support IndexedSlices. Gather `slices.values` and `slices.indices`, or "
-                "`slices.to_dense()`."
-            )
-        array = jnp.asarray(leaf)
-        if array.ndim == 0:
-            raise ValueError(
-                "all_gather concatenates along an axis and a scalar has none. Gather `x[None]` along axis 0 to get "
-                "one entry per replica."
-            )
-        if not -array.ndim <= axis < array.ndim:
-            raise ValueError(
-                f"all_gather(axis={axis}) of an array of rank {array.ndim}, whose axes are "
-                f"{-array.ndim}..{array.ndim - 1}."
-            )
-        return _gatherer(placement, axis % array.ndim)(array)
+        array, along = gatherable(leaf, axis)
+        return _gatherer(placement, along)(array)
 
     return jax.tree.map(gather, value, is_leaf=is_slices)
+
+
+def gatherable(leaf: Any, axis: Any) -> tuple[jax.Array, int]:
+    """What is to be gathered, as an array, and the axis counted from the front."""
+    if is_slices(leaf):
+        raise NotImplementedError(
+            "all_gather does not support IndexedSlices. Gather `slices.values` and `slices.indices`, or "
+            "`slices.to_dense()`."
+        )
+    array = dtypes.as_array("all_gather", leaf)
+    axis = axes.one("all_gather", axis)
+    if array.ndim == 0:
+        raise ValueError(
+            "all_gather concatenates along an axis and a scalar has none. Gather `x[None]` along axis 0 to get "
+            "one entry per replica."
+        )
+    return array, axes.from_front("all_gather", (axis,), array.ndim)[0]
 
 
 def stack(placement: Placement, array: jax.Array) -> Arrays:

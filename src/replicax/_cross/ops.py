@@ -6,6 +6,7 @@ steps (`algorithm`) as well as on the host (`reduce` and its relatives). Users w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from replicax import _context, _errors
-from replicax._cross import host, in_step, parts
+from replicax._cross import dtypes, host, in_step, parts
 from replicax._cross.algorithms import AllReduceAlgorithm, HierarchicalAlgorithm, OneDeviceAlgorithm
 from replicax._cross.destinations import copies, devices_of, in_order, placement_of, placement_on
 from replicax._cross.packing import Packing
@@ -94,7 +95,7 @@ class CrossDeviceOps:
         """
         op = _checked_op(reduce_op)
         value, destinations = _checked_pair((per_replica_value, destinations))
-        options = options or CommunicationOptions()
+        options = CommunicationOptions.parse(options)
         result = self._at_once(op, value, destinations, options)
         if result is not None:
             return result
@@ -113,7 +114,7 @@ class CrossDeviceOps:
         """
         op = _checked_op(reduce_op)
         pairs = [_checked_pair(pair) for pair in value_destination_pairs]
-        options = options or CommunicationOptions()
+        options = CommunicationOptions.parse(options)
         results = [self._at_once(op, *pair, options) for pair in pairs]
         left = [
             (self._for_hooks(value, destinations), destinations)
@@ -178,7 +179,9 @@ class CrossDeviceOps:
             return in_step.all_reduce(self, _placement_of_run(), op, _local(value), options)
         placement = placement_of(value)
         if (len(value.data) if placement is None else placement.replicas) == 1:
-            return self.broadcast_implementation(components(value)[0], destinations)
+            (only,) = components(value)
+            arrays = jax.tree.map(functools.partial(dtypes.checked, op), only, is_leaf=lambda leaf: leaf is None)
+            return self.broadcast_implementation(arrays, destinations)
         if placement is not None and not value.data.is_fully_addressable:
             (result,) = host.reduce_laid_out(self, placement, op, [value], None, options)
             return copies(result, devices_of(destinations))

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from replicax import _errors, _jax
-from replicax._cross import dtypes, slices
+from replicax._cross import axes, dtypes, slices
 from replicax._cross.slices import IndexedSlices, is_slices
 from replicax._options import ReduceOp
 
@@ -40,7 +40,7 @@ def concatenate(parts: Sequence[Any], axis: int) -> jax.Array:
     """`parts` one after the other along `axis`."""
     if any(map(is_slices, parts)):
         raise NotImplementedError("gather does not support IndexedSlices. Gather its values and its indices.")
-    arrays = [jnp.asarray(part) for part in parts]
+    arrays = [dtypes.as_array("gather", part) for part in parts]
     return jnp.concatenate(together(arrays), gather_axis(axis, arrays))
 
 
@@ -55,11 +55,16 @@ def together(parts: Sequence[Any], device: jax.Device | None = None) -> list[Any
 
 def is_concrete(x: Any) -> bool:
     """Whether `x` can be moved to a device: not if it is being traced."""
-    return isinstance(x, (_jax.ConcreteArray, np.ndarray, np.generic, bool, int, float, complex))
+    return is_array(x) or isinstance(x, (np.ndarray, np.generic, bool, int, float, complex))
+
+
+def is_array(x: Any) -> bool:
+    """Whether `x` is an array that lies somewhere."""
+    return isinstance(x, jax.Array) and not isinstance(x, _jax.Tracer)
 
 
 def _homes(part: Any) -> list[jax.Device]:
-    return sorted(part.devices(), key=lambda device: device.id) if isinstance(part, _jax.ConcreteArray) else []
+    return sorted(part.devices(), key=lambda device: device.id) if is_array(part) else []
 
 
 def gather_axis(axis: int, arrays: Sequence[jax.Array]) -> int:
@@ -72,9 +77,7 @@ def gather_axis(axis: int, arrays: Sequence[jax.Array]) -> int:
             "gather concatenates along an axis and the replicas' values are scalars. Return `x[None]` from the step, "
             "or read them with strategy.experimental_local_results(value)."
         )
-    if not -rank <= axis < rank:
-        raise ValueError(f"gather(axis={axis}) of values of rank {rank}: the axes are {-rank}..{rank - 1}.")
-    axis %= rank
+    (axis,) = axes.from_front("strategy.gather", (axes.one("strategy.gather", axis),), rank)
     rests = {array.shape[:axis] + array.shape[axis + 1 :] for array in arrays}
     if len(rests) > 1:
         raise _errors.gather_shapes("shape", arrays)

@@ -228,7 +228,8 @@ class EagerLedger:
         if variable.aggregation is VariableAggregation.NONE:
             raise _errors.on_read_none(variable)
         op = ReduceOp.from_variable_aggregation(variable.aggregation)
-        return self.reduce_across(op, PerReplica(tuple(parts), PARTS), None).astype(variable.dtype)
+        (result,) = self.reduce_across(op, [PerReplica(tuple(parts), PARTS)], None, None)
+        return result.astype(variable.dtype)
 
     def write(self, variable: Variable, value: Any) -> None:
         self.refuse_foreign_jit(variable, "assign")
@@ -292,10 +293,7 @@ class EagerLedger:
         return jax.tree.map(functools.partial(self._gather, axis=axis), value, is_leaf=is_slices)
 
     def _gather(self, leaf: Any, axis: int) -> Any:
-        if is_slices(leaf) or not -jnp.ndim(leaf) <= axis < jnp.ndim(leaf):
-            return in_step.all_gather(self.run.placement, leaf, axis)  # raises
-        array = jnp.asarray(leaf)
-        axis %= array.ndim
+        array, axis = in_step.gatherable(leaf, axis)
         shapes = self._meet("all_gather", lambda _, shapes: [shapes] * len(shapes), array.shape)
         sizes = [shape[axis] for shape in _gatherable(shapes, axis, array.dtype)]
         padding = [(0, max(sizes) - array.shape[axis] if i == axis else 0) for i in range(array.ndim)]
@@ -335,13 +333,14 @@ class EagerLedger:
         mode = _context.current()
         return mode is not None and mode.kind is Kind.CROSS
 
-    def reduce_across(self, op: ReduceOp, value: Any, axes: tuple[int, ...] | None) -> Any:
+    def reduce_across(
+        self, op: ReduceOp, values: Sequence[Any], axes: tuple[int, ...] | None, options: CommunicationOptions | None
+    ) -> list[Any]:
         """`strategy.reduce` in code across replicas."""
-        strategy, laid = self.strategy, self._laid(value)
+        strategy, laid = self.strategy, [self._laid(value) for value in values]
+        merged = strategy.communication_options.merge(options)
         with jax.disable_jit(False):
-            reduced = host.reduce(
-                strategy.cross_device_ops, strategy.placement, op, laid, axes, strategy.communication_options
-            )
+            reduced = host.reduce(strategy.cross_device_ops, strategy.placement, op, laid, axes, merged)
         return jax.device_put(reduced, self.trace.device)
 
     def gather_across(self, value: PerReplica, axis: int) -> Any:

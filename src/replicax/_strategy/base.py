@@ -12,8 +12,8 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from replicax import _context, _errors, _run, _values
-from replicax._context import Kind, Mode, Scope
-from replicax._cross import host
+from replicax._context import Kind, Ledger, Mode, Scope
+from replicax._cross import axes, host
 from replicax._cross.ops import CrossDeviceOps, chosen
 from replicax._cross.slices import is_slices
 from replicax._host import require_threads
@@ -253,20 +253,20 @@ class Strategy:
         """
         op = ReduceOp.parse(reduce_op)
         mode = _context.require_cross(self, "strategy.reduce(...)")
-        axes = _axes(axis)
+        along = axes.several("strategy.reduce", axis)
         merged = self.communication_options.merge(options)
-
-        def one(leaf: Any) -> Any:
-            if isinstance(leaf, Variable):
-                leaf = _variable_as_value(leaf, mode)
-            if mode is not None and mode.ledger is not None:
-                return _reduce_in_run(mode.ledger, op, leaf, axes, self.num_replicas_in_sync)
-            return host.reduce(self.cross_device_ops, self.placement, op, leaf, axes, merged)
-
-        return jax.tree.map(one, value, is_leaf=_is_value)
+        leaves, tree = jax.tree.flatten(value, is_leaf=_is_value)
+        leaves = [_variable_as_value(leaf, mode) if isinstance(leaf, Variable) else leaf for leaf in leaves]
+        if mode is None or mode.ledger is None:
+            results = host.reduce(self.cross_device_ops, self.placement, op, leaves, along, merged)
+        else:
+            results = _reduce_in_run(mode.ledger, op, leaves, along, options, self.num_replicas_in_sync)
+        return jax.tree.unflatten(tree, results)
 
     def gather(self, value: PyTree, axis: int, options: CommunicationOptions | None = None) -> PyTree:
         """Concatenates the replicas' values along `axis`, in replica order. Padding rows are left out.
+
+        What is equal on all replicas is there once for each; an array that no replica computed is returned as it is.
 
         >>> import jax, replicax as rx
         >>> strategy = rx.MirroredStrategy(jax.devices()[:2])
@@ -278,8 +278,11 @@ class Strategy:
         if mode is not None and mode.replica is not None:
             raise _errors.gather_in_replica()
         mode = _context.require_cross(self, "strategy.gather(...)")
+        CommunicationOptions.parse(options)
 
         def one(leaf: Any) -> Any:
+            if isinstance(leaf, Variable):
+                leaf = PerReplica(leaf.values) if self.num_replicas_in_sync > 1 else leaf.value
             if isinstance(leaf, PerReplica) and mode is not None and mode.ledger is not None:
                 return mode.ledger.gather_across(leaf, axis)
             return host.gather(self.placement, leaf, axis)
@@ -439,16 +442,6 @@ def _is_value(x: Any) -> bool:
     return _is_per_replica(x) or is_slices(x)
 
 
-def _axes(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    if axis is None:
-        return None
-    if isinstance(axis, int) and not isinstance(axis, bool):
-        return (axis,)
-    if isinstance(axis, (tuple, list)) and all(isinstance(a, int) for a in axis):
-        return tuple(axis)
-    raise TypeError(f"strategy.reduce(..., axis={axis!r}): an axis is an int, a tuple of ints or None.")
-
-
 def _variable_as_value(variable: Variable, mode: Mode | None) -> Any:
     """An on-read variable counts as its components, a mirrored one as its value."""
     if variable.on_read and variable.strategy.num_replicas_in_sync > 1:
@@ -458,8 +451,18 @@ def _variable_as_value(variable: Variable, mode: Mode | None) -> Any:
     return variable.value
 
 
-def _reduce_in_run(ledger: Any, op: ReduceOp, value: Any, axes: tuple[int, ...] | None, replicas: int) -> Any:
-    """Reduces in cross-replica code that is part of a run, a merge function say."""
-    if isinstance(value, PerReplica) or is_slices(value):
-        return ledger.reduce_across(op, value, axes)
-    return host.reduce_plain(op, value, axes, replicas)
+def _reduce_in_run(
+    ledger: Ledger,
+    op: ReduceOp,
+    values: list[Any],
+    along: axes.Axes,
+    options: CommunicationOptions | None,
+    replicas: int,
+) -> list[Any]:
+    """Reduces in cross-replica code that is part of a run, a merge function say: values per replica in one exchange."""
+    apart = [i for i, value in enumerate(values) if _is_value(value)]
+    reduced = ledger.reduce_across(op, [values[i] for i in apart], along, options) if apart else []
+    results = dict(zip(apart, reduced, strict=True))
+    return [
+        results[i] if i in results else host.reduce_plain(op, value, along, replicas) for i, value in enumerate(values)
+    ]

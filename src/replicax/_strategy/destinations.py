@@ -13,10 +13,9 @@ import jax
 
 from replicax import _context, _errors
 from replicax._cross.destinations import copies, devices_of
-from replicax._cross.slices import is_slices
 from replicax._options import CommunicationOptions, ReduceOp, VariableAggregation
 from replicax._placement import Placement
-from replicax._values import TRACED, PerReplica
+from replicax._values import PerReplica
 
 if TYPE_CHECKING:
     from replicax._strategy.base import Strategy
@@ -48,9 +47,9 @@ def batch_reduce_to(
     devices = [devices_or_all(strategy.placement, destinations) for _, destinations in pairs]
     mode = _context.require_cross(strategy, "strategy.extended.reduce_to(...)")
     values = [value for value, _ in pairs]
+    reduced = strategy.reduce(op, values, options=options)
     if mode is not None and mode.ledger is not None:
-        return _reduce_in_run(strategy, mode.ledger, op, values, options)
-    reduced = [strategy.reduce(op, value, options=options) for value in values]
+        return reduced
     return [
         copies(result, there) if _differs(value) or strategy.num_replicas_in_sync == 1 else result
         for value, result, there in zip(values, reduced, devices, strict=True)
@@ -77,23 +76,6 @@ def sent(placement: Placement, value: PyTree, destinations: Any) -> PyTree:
 def devices_or_all(placement: Placement, destinations: Any) -> tuple[jax.Device, ...]:
     """The devices that a destination stands for; None stands for all of the replicas."""
     return tuple(placement.mesh.devices.flat) if destinations is None else devices_of(destinations)
-
-
-def _reduce_in_run(
-    strategy: Strategy, ledger: Any, op: ReduceOp, values: list[PyTree], options: CommunicationOptions | None
-) -> list[PyTree]:
-    """Traced values in one exchange, so that small ones can travel together; anything else by itself."""
-    leaves, tree = jax.tree.flatten(values, is_leaf=lambda leaf: isinstance(leaf, PerReplica) or is_slices(leaf))
-    together = [i for i, leaf in enumerate(leaves) if _is_traced(leaf)]
-    reduced = ledger.all_reduce(op, ledger.to_replica([leaves[i] for i in together]), options) if together else []
-    results = dict(zip(together, reduced, strict=True))
-    return jax.tree.unflatten(
-        tree, [results[i] if i in results else strategy.reduce(op, leaf) for i, leaf in enumerate(leaves)]
-    )
-
-
-def _is_traced(leaf: Any) -> bool:
-    return any(part.form == TRACED for part in _per_replica_leaves(leaf))
 
 
 def _differs(tree: PyTree) -> bool:
