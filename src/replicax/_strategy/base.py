@@ -282,7 +282,7 @@ class Strategy:
 
         def one(leaf: Any) -> Any:
             if isinstance(leaf, Variable):
-                leaf = PerReplica(leaf.values) if self.num_replicas_in_sync > 1 else leaf.value
+                leaf = _one_for_each(leaf, self.num_replicas_in_sync)
             if isinstance(leaf, PerReplica) and mode is not None and mode.ledger is not None:
                 return mode.ledger.gather_across(leaf, axis)
             return host.gather(self.placement, leaf, axis)
@@ -449,6 +449,13 @@ def _variable_as_value(variable: Variable, mode: Mode | None) -> Any:
             return PerReplica(variable.values)
         return _values.lay_out(variable.placement, variable.values)
     return variable.value
+
+
+def _one_for_each(variable: Variable, replicas: int) -> Any:
+    """A variable as one value per replica: its components, or its value once for each."""
+    if replicas == 1:
+        return variable.value
+    return PerReplica(variable.values if variable.on_read else (variable.value,) * replicas)
 
 
 def _reduce_in_run(
