@@ -67,7 +67,7 @@ def _homes(part: Any) -> list[jax.Device]:
     return sorted(part.devices(), key=lambda device: device.id) if is_array(part) else []
 
 
-def gather_axis(axis: int, arrays: Sequence[jax.Array]) -> int:
+def gather_axis(axis: Any, arrays: Sequence[Any]) -> int:
     """`axis` counted from the front; refuses arrays that cannot be concatenated along it."""
     rank = arrays[0].ndim
     if any(array.ndim != rank for array in arrays):
