@@ -44,7 +44,7 @@ format: install  ## put the code into the form that `check` wants
 	$(BIN)/ruff format .
 
 docs: install  ## build the site into site/; a broken link is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: install  ## measure the step against hand-written JAX
 	$(BIN)/python -m benchmarks.step_overhead $(ARGS)

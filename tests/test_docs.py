@@ -39,7 +39,8 @@ def test_interactive_examples_in_the_docs_run(page):
 
 @pytest.mark.processes
 def test_the_site_builds_without_a_broken_link(tmp_path):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    # Without `--quiet`, which would hide warnings from `--strict` as well.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
 
     built = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
 
