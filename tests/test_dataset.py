@@ -646,6 +646,8 @@ def test_a_dataset_on_a_device_needs_one_per_replica_and_no_fetching(arguments, 
     [
         {"prefetch": -1},
         {"prefetch": True},
+        {"prefetch_to_host": -1},
+        {"prefetch": 2, "prefetch_to_device": 3},
         {"experimental_per_replica_buffer_size": 0},
         {"experimental_fetch_to_device": True, "experimental_prefetch_to_device": False},
         {"experimental_replication_mode": "PER_REPLICA"},
@@ -704,19 +706,22 @@ def test_a_share_of_the_global_batch_must_be_whole():
 # -- reading ahead
 
 AHEAD = InputOptions(prefetch=2)
+WAYS = [AHEAD, InputOptions(prefetch_to_host=2), InputOptions(prefetch_to_host=3, prefetch_to_device=1)]
 
 
-def test_reading_ahead_gives_the_same_elements():
+@pytest.mark.parametrize("options", WAYS, ids=["device", "host", "both"])
+def test_reading_ahead_gives_the_same_elements(options):
     strategy = mirrored(2)
 
-    ahead = all_parts(strategy, distribute_dataset(strategy, batched(21, 4, shuffle=2), AHEAD))
+    ahead = all_parts(strategy, distribute_dataset(strategy, batched(21, 4, shuffle=2), options))
 
     assert ahead == all_parts(strategy, distribute_dataset(strategy, batched(21, 4, shuffle=2)))
 
 
-def test_reading_ahead_saves_the_place_of_what_was_handed_out():
+@pytest.mark.parametrize("options", WAYS, ids=["device", "host", "both"])
+def test_reading_ahead_saves_the_place_of_what_was_handed_out(options):
     strategy = mirrored(2)
-    dataset = distribute_dataset(strategy, batched(20, 2), AHEAD)
+    dataset = distribute_dataset(strategy, batched(20, 2), options)
     iterator = iter(dataset)
     for _ in range(3):
         next(iterator)
@@ -727,6 +732,54 @@ def test_reading_ahead_saves_the_place_of_what_was_handed_out():
     assert parts(strategy, next(resumed)) == [[6], [7]]
     iterator.close()
     resumed.close()
+
+
+@pytest.mark.parametrize("options", WAYS, ids=["device", "host", "both"])
+def test_a_buffer_that_is_reused_while_batches_wait_does_not_change_them(options):
+    buffer = np.empty((64, 16), np.float32)
+
+    def reusing():
+        for value in range(6):
+            buffer[:] = value
+            yield buffer
+
+    elements = list(distribute_dataset(mirrored(2), reusing, options))
+
+    assert [np.unique(np.asarray(element.data)).tolist() for element in elements] == [[float(i)] for i in range(6)]
+
+
+@pytest.fixture
+def transfers(monkeypatch):
+    """Grows by one with each transfer from the host."""
+    made, send = [], jax.device_put
+    monkeypatch.setattr(jax, "device_put", lambda *args, **kwargs: made.append(1) or send(*args, **kwargs))
+    return made
+
+
+def test_a_batch_is_one_transfer_and_the_mask_is_one_more(transfers):
+    batches = data.from_arrays((np.arange(16), {"x": np.zeros((16, 2)), "y": np.zeros(16)}), 4)
+
+    list(distribute_dataset(mirrored(2), batches))
+    assert len(transfers) == 4
+
+    list(distribute_dataset(mirrored(2), iter(batches)))
+    assert len(transfers) == 4 + 4 + 1
+
+
+def test_batches_wait_on_the_host_until_they_are_asked_for(transfers):
+    gathered = threading.Semaphore(0)
+
+    def counting():
+        for _ in range(4):
+            gathered.release()
+            yield np.zeros(2)
+
+    iterator = iter(distribute_dataset(mirrored(2), counting, InputOptions(prefetch_to_host=3)))
+    next(iterator)
+
+    assert all(gathered.acquire(timeout=10) for _ in range(4))
+    assert len(transfers) == 2  # the first batch and its mask
+    iterator.close()
 
 
 def test_an_error_comes_at_its_batch_and_not_before():
@@ -748,14 +801,16 @@ def reading_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("replicax-input")]
 
 
-def test_the_thread_ends_with_the_data():
-    list(distribute_dataset(mirrored(2), batched(20, 2), AHEAD))
+@pytest.mark.parametrize("options", WAYS, ids=["device", "host", "both"])
+def test_the_thread_ends_with_the_data(options):
+    list(distribute_dataset(mirrored(2), batched(20, 2), options))
 
     assert reading_threads() == []
 
 
-def test_the_thread_ends_when_the_loop_is_left():
-    for _ in distribute_dataset(mirrored(2), batched(20, 2, epochs=None), AHEAD):
+@pytest.mark.parametrize("options", WAYS, ids=["device", "host", "both"])
+def test_the_thread_ends_when_the_loop_is_left(options):
+    for _ in distribute_dataset(mirrored(2), batched(20, 2, epochs=None), options):
         assert reading_threads()
         break
 
@@ -871,7 +926,7 @@ def test_an_explanation_can_be_printed():
         (lambda: distribute_dataset(mirrored(2), batched(8, 4)), "every batch divides evenly"),
         (lambda: distribute_dataset(mirrored(1), batched(9, 4)), "one replica takes every batch as it is"),
         (lambda: distribute_dataset(mirrored(2), iter([])), "that of the first batch"),
-        (lambda: distribute_dataset(mirrored(2), [], AHEAD), "2 batches, by a thread"),
+        (lambda: distribute_dataset(mirrored(2), [], AHEAD), "2 batches on the devices, by a thread"),
         (
             lambda: distribute_dataset(mirrored(2), [], InputOptions(shard="files")),
             "files: asked for in the options; one",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -9,6 +10,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Depths:
+    """How many batches wait for their step in host memory, and how many on the devices."""
+
+    host: int = 0
+    device: int = 0
+
+    def __str__(self) -> str:
+        places = (self.host, "in host memory"), (self.device, "on the devices")
+        waiting = [f"{n} batch{'es' * (n > 1)} {where}" for n, where in places if n]
+        return f"{' and '.join(waiting)}, by a thread" if waiting else "no"
 
 
 class Ahead(Generic[T]):

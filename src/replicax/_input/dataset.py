@@ -10,7 +10,8 @@ import jax
 
 from replicax import _context
 from replicax._errors import InputError, NotADatasetError, OutOfRangeError, message
-from replicax._input.ahead import Ahead
+from replicax._input.ahead import Depths
+from replicax._input.reading import Reading
 from replicax._input.steps import State, Steps
 
 if TYPE_CHECKING:
@@ -39,11 +40,11 @@ class DistributedDataset:
     """
 
     def __init__(
-        self, open_steps: Callable[[], Steps], explain: Callable[[], Explanation], ahead: int, length: int | None
+        self, open_steps: Callable[[], Steps], explain: Callable[[], Explanation], depths: Depths, length: int | None
     ) -> None:
         self._open_steps = open_steps
         self._explain = explain
-        self._ahead = ahead
+        self._depths = depths
         self._length = length
         self._latest: DistributedIterator | None = None
         self._unread: DistributedIterator | None = None
@@ -99,7 +100,7 @@ class DistributedDataset:
         self._latest = self._unread = None
 
     def _open(self) -> DistributedIterator:
-        iterator = DistributedIterator(self._open_steps, self._ahead)
+        iterator = DistributedIterator(self._open_steps, self._depths)
         if self._begin_at is not None:
             iterator.set_state(self._begin_at)
         return iterator
@@ -116,15 +117,15 @@ class DistributedIterator:
     False
     """
 
-    def __init__(self, open_steps: Callable[[], Steps], ahead: int = 0) -> None:
+    def __init__(self, open_steps: Callable[[], Steps], depths: Depths) -> None:
         self._open_steps = open_steps
-        self._depth = ahead
+        self._depths = depths
         self._begin(open_steps())
 
     def _begin(self, steps: Steps) -> None:
         self._steps = steps
         self._state = steps.get_state()
-        self._ahead: Ahead[tuple[PyTree, State]] | None = None
+        self._reading: Reading | None = None
         self._peeked: tuple[PyTree, State] | None = None
         self.ended = False
 
@@ -188,16 +189,16 @@ class DistributedIterator:
 
     def close(self) -> None:
         """Ends the thread that reads ahead, if there is one. Happens by itself at the end of the data."""
-        if self._ahead is not None:
-            self._ahead.close()
+        if self._reading is not None:
+            self._reading.close()
 
     def _next(self) -> tuple[PyTree, State] | None:
         if self._peeked is not None:
             element, self._peeked = self._peeked, None
             return element
-        if self._depth and self._ahead is None:
-            self._ahead = Ahead(_read(self._steps), self._depth)
-        element = _read(self._steps)() if self._ahead is None else self._ahead.take()
+        if self._reading is None:
+            self._reading = Reading(self._steps, self._depths)
+        element = self._reading.take()
         self.ended = element is None
         return element
 
@@ -244,16 +245,6 @@ def distributed_twice(call: str) -> NotADatasetError:
             instead=["use it as it is: `for batch in dataset: strategy.run(step, args=(batch,))`"],
         )
     )
-
-
-def _read(steps: Steps) -> Callable[[], tuple[PyTree, State] | None]:
-    """Reads the next element together with the place after it, which is where to resume once it has been used."""
-
-    def read() -> tuple[PyTree, State] | None:
-        element = steps.read()
-        return None if element is None else (element, steps.get_state())
-
-    return read
 
 
 def _spec(leaf: Any) -> Any:

@@ -68,7 +68,7 @@ def distribute_dataset(strategy: Strategy, dataset: Any, options: InputOptions |
             Pass(source), feed, padding, Together(processes, source.name) if len(processes) > 1 else None
         ),
         lambda: _explain_global(source, placement, padding, options, shard, why),
-        options.ahead,
+        options.depths,
         source.length,
     )
 
@@ -273,12 +273,12 @@ def _by_replica(
             batch_size=None if full is None or not alone else full * placement.replicas,
             block=padding.full,
             masked=not promised and placement.replicas > 1,
-            ahead=options.ahead,
+            ahead=options.depths,
             readers=readers(placement, names, None, None),
         )
 
     length = _length(pipelines, len(feed.readers)) if alone else None
-    return DistributedDataset(open_steps, explained, options.ahead, length)
+    return DistributedDataset(open_steps, explained, options.depths, length)
 
 
 def _complete(pipelines: list[Source], replicas: int) -> bool:
@@ -312,7 +312,7 @@ def _explain_global(
         batch_size=full,
         block=None if full is None else -(-full // replicas),
         masked=not padding.promised and replicas > 1,
-        ahead=options.ahead,
+        ahead=options.depths,
         readers=readers(
             placement,
             [f"process {device.process_index}" for device in placement.devices],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from replicax._input.ahead import Depths
 from replicax._input.plan import Split
 from replicax._placement import Placement
 from replicax._shown import Grid, Shown
@@ -40,8 +41,8 @@ class Explanation(Shown):
     """The rows of every replica's block, padding included."""
     masked: bool
     """Whether batches carry a mask that says which rows are real."""
-    ahead: int
-    """How many batches a thread reads ahead."""
+    ahead: Depths
+    """How many batches a thread reads ahead, and where they wait."""
     readers: tuple[Reader, ...]
 
     def facts(self) -> dict[str, str]:
@@ -51,7 +52,7 @@ class Explanation(Shown):
             "batch size": "that of the first batch" if self.batch_size is None else str(self.batch_size),
             "divided by": f"{self.shard}: {self.why}",
             "padding": self._padding(),
-            "read ahead": f"{self.ahead} batches, by a thread" if self.ahead else "no",
+            "read ahead": str(self.ahead),
         }
 
     def grids(self) -> list[Grid]:

@@ -1,12 +1,13 @@
 """How does a batch on the host reach the replicas? One copy, one transfer, and a mask where rows are padding.
 
 JAX keeps host memory that is aligned well instead of copying it, so the copy is ours to make (`aligned_empty`). It is
-the same copy that gathers the rows, so nothing is copied twice.
+the same copy that gathers the rows, so nothing is copied twice. The way has two halves: gathering, which each method
+does at once, and sending, which the function does that it returns. The user may overwrite his arrays in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +20,8 @@ from replicax._placement import Placement
 from replicax._values import PARTS, ROWS, STACKED, PerReplica, fits_device
 
 PyTree = Any
+Gathered = Callable[[], PyTree]
+"""A batch that is ready to be sent; calling it sends it."""
 
 MASKS_KEPT = 64
 
@@ -35,27 +38,34 @@ class Feed:
         """The replicas of which this process holds a part, so that it must supply their rows."""
         self._masks: dict[tuple[Split, bool], jax.Array] = {}
 
-    def whole(self, batch: Batch) -> PyTree:
+    def whole(self, batch: Batch) -> Gathered:
         """A batch for the only replica: plain arrays, of the size they are."""
+        structure = batch.structure
         if batch.rows is None:
             leaves = [leaf if isinstance(leaf, jax.Array) else np.array(leaf) for leaf in batch.leaves]
         else:
             leaves = batch.gather(range(batch.rows))
         fit = [i for i, leaf in enumerate(leaves) if self.to_device and fits_device(leaf.dtype)]
-        for i, array in zip(fit, jax.device_put([leaves[i] for i in fit], self.placement.mirrored), strict=True):
-            leaves[i] = array
-        return jax.tree.unflatten(batch.structure, leaves)
 
-    def divided(self, batch: Batch, split: Split, masked: bool, short_ahead: bool = False) -> PyTree:
+        def send() -> PyTree:
+            for i, array in zip(fit, jax.device_put([leaves[i] for i in fit], self.placement.mirrored), strict=True):
+                leaves[i] = array
+            return jax.tree.unflatten(structure, leaves)
+
+        return send
+
+    def divided(self, batch: Batch, split: Split, masked: bool, short_ahead: bool = False) -> Gathered:
         """A global batch, of which each replica gets its rows."""
+        structure = batch.structure
         columns = [PerReplica(leaf, ROWS) for leaf in batch.gather(self._places(split))]
-        return jax.tree.unflatten(batch.structure, self._laid(columns, split, masked, short_ahead))
+        return lambda: jax.tree.unflatten(structure, self._laid(columns, split, masked, short_ahead))
 
-    def joined(self, batches: Sequence[Batch], split: Split, masked: bool) -> PyTree:
+    def joined(self, batches: Sequence[Batch], split: Split, masked: bool) -> Gathered:
         """One batch for each replica of this process, in order; rows beyond what `split` counts are padding."""
+        structure = batches[0].structure
         sizes = [split.sizes[replica] for replica in self.readers]
         columns = [_column(batches, sizes, i, split.block) for i in range(len(batches[0].leaves))]
-        return jax.tree.unflatten(batches[0].structure, self._laid(columns, split, masked))
+        return lambda: jax.tree.unflatten(structure, self._laid(columns, split, masked))
 
     def mask(self, split: Split, short_ahead: bool = False) -> jax.Array:
         """The validity mask of a split, on the devices. A full batch has the same one every time."""

@@ -8,6 +8,7 @@ import operator
 from typing import Literal
 
 from replicax._errors import InputError, NotAvailableError, message
+from replicax._input.ahead import Depths
 
 Shard = Literal["auto", "rows", "files", "off"]
 
@@ -104,16 +105,20 @@ class InputOptions:
       experimental_replication_mode: Whether an input function is called once for each process or for each replica.
       experimental_place_dataset_on_device: Accepted, with PER_REPLICA and without fetching to the device, for datasets
         whose batches lie on the replica's device already.
-      experimental_per_replica_buffer_size: More than 1 asks for that many batches ahead, as `prefetch` does.
+      experimental_per_replica_buffer_size: More than 1 asks for that many batches on the devices, one of them in use: 3
+        is ``prefetch=2``.
       experimental_prefetch_to_device: The former name of `experimental_fetch_to_device`.
       shard: How processes divide a dataset between them. "rows": all go through the same global batches and each keeps
         the rows of its replicas. "files": each reads its own files, see `rx.data.from_files`. "off": each goes
         through all of the dataset by itself. "auto": what the dataset asks for, else "rows". In a single
         process they are all the same.
-      prefetch: How many batches a thread reads ahead; 0 for no thread.
+      prefetch: How many batches a thread reads ahead and sends to the devices; 0 for no thread.
       short_batches: "pad" fills a short batch up and remembers which rows are real, so a step must take its means with
         `rx.mean` and the like. "refuse" promises that there is none, and a batch that does not divide evenly
         is an error.
+      prefetch_to_device: The long name of `prefetch`.
+      prefetch_to_host: How many batches a thread reads ahead and keeps in host memory, for devices whose own is
+        short. May be combined with `prefetch`.
 
     >>> import replicax as rx
     >>> rx.InputOptions(prefetch=2).fetch_to_device
@@ -128,6 +133,8 @@ class InputOptions:
     shard: Shard | AutoShardPolicy = "auto"
     prefetch: int = 0
     short_batches: Literal["pad", "refuse"] = "pad"
+    prefetch_to_device: int = 0
+    prefetch_to_host: int = 0
 
     def __post_init__(self) -> None:
         names = (self.experimental_fetch_to_device, self.experimental_prefetch_to_device)
@@ -144,7 +151,14 @@ class InputOptions:
                 *(f"`rx.InputReplicationMode.{mode.name}`" for mode in InputReplicationMode),
             )
         _at_least(self.experimental_per_replica_buffer_size, 1, "experimental_per_replica_buffer_size")
-        _at_least(self.prefetch, 0, "prefetch")
+        for name in ("prefetch", "prefetch_to_device", "prefetch_to_host"):
+            _at_least(getattr(self, name), 0, name)
+        if self.prefetch and self.prefetch_to_device not in (0, self.prefetch):
+            raise _conflict(
+                f"prefetch={self.prefetch}, prefetch_to_device={self.prefetch_to_device}",
+                "These are two names of one option.",
+                f"give one: `rx.InputOptions(prefetch={self.prefetch})`",
+            )
         if self.short_batches not in ("pad", "refuse"):
             raise _conflict(
                 f"short_batches={self.short_batches!r}",
@@ -161,9 +175,10 @@ class InputOptions:
         return all(wish is None or bool(wish) for wish in asked)
 
     @property
-    def ahead(self) -> int:
-        """How many batches a thread reads ahead."""
-        return max(self.prefetch, self.experimental_per_replica_buffer_size - 1)
+    def depths(self) -> Depths:
+        """How many batches wait for their step, and where."""
+        buffered = self.experimental_per_replica_buffer_size - 1
+        return Depths(self.prefetch_to_host, max(self.prefetch, self.prefetch_to_device, buffered))
 
 
 def shard_word(shard: Shard | AutoShardPolicy | str) -> Shard:

@@ -11,11 +11,10 @@ import jax
 from replicax._errors import InputError, message
 from replicax._input.agreement import Agreement, Together
 from replicax._input.batch import Batch, describe, digest, require_rows
-from replicax._input.feed import Feed
+from replicax._input.feed import Feed, Gathered
 from replicax._input.plan import Split, balanced
 from replicax._input.sources import Pass
 
-PyTree = Any
 State = dict[str, Any]
 
 
@@ -26,8 +25,8 @@ _NEVER_SEEN = -1
 class Steps(Protocol):
     """One pass over distributed data."""
 
-    def read(self) -> PyTree | None:
-        """What the next step gets; None at the end."""
+    def read(self) -> Gathered | None:
+        """What the next step gets, read and ready to be sent to the devices; None at the end."""
         ...
 
     def get_state(self) -> State: ...
@@ -69,7 +68,7 @@ class GlobalSteps:
         self._others = others
         self._compared = False
 
-    def read(self) -> PyTree | None:
+    def read(self) -> Gathered | None:
         name = f"Batch {self._batches.number} of {self._batches.source.name}"
         batch = self._next(name) if self._others is None else self._next_of_all(self._others, name)
         if batch is None:
@@ -130,7 +129,7 @@ class ReplicaSteps:
         self._agreement = agreement
         self._kind = Kind()
 
-    def read(self) -> PyTree | None:
+    def read(self) -> Gathered | None:
         try:
             batches = [self._next(i) for i in range(len(self._feed.readers))]
         except Exception as error:
