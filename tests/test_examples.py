@@ -12,11 +12,17 @@ SMALL = {
     "digits": ["--devices", "2", "--epochs", "4"],
     "batchnorm": ["--devices", "2", "--steps", "21"],
     "language_model": ["--devices", "2", "--steps", "51", "--width", "32"],
+    "custom_loop": ["--devices", "2", "--epochs", "2", "--directory", "checkpoints"],
+    "equinox": ["--devices", "2", "--steps", "41"],
+    "keras_fit": ["--devices", "2", "--epochs", "3"],
 }
 LEARNT = {
     "digits": r"test accuracy (8|9)\d",
     "batchnorm": r"test accuracy [5-9]\d",
     "language_model": r"last loss [12]\.",
+    "custom_loop": r"epoch 2 .* test accuracy [7-9]\d",
+    "equinox": r"test accuracy [7-9]\d",
+    "keras_fit": r"test accuracy [6-9]\d",
 }
 
 
