@@ -204,6 +204,61 @@ def test_devices_that_do_not_make_replicas_are_refused():
         rx.MirroredStrategy(jax.devices()[:4], replica_mesh={"replica": 2})
 
 
+@pytest.mark.parametrize("given", [{"model": 0}, {"model": 2.0}, {"model": "2"}, {2: 2}, 2, [("model", 2)]], ids=repr)
+def test_what_does_not_name_axes_and_sizes_is_refused(given):
+    with pytest.raises(rx.DeviceError, match="positive whole number of devices"):
+        rx.MirroredStrategy(jax.devices()[:4], replica_mesh=given)
+
+
+def test_an_axis_cuts_once():
+    strategy = grid(2, 2)
+    with strategy.scope(), pytest.raises(rx.VariableError, match="names an axis of the devices twice"):
+        rx.Variable(jnp.ones((4, 4)), layout=P("model", "model"))
+    with pytest.raises(rx.VariableError, match="names an axis of the devices twice"):
+        strategy.run(lambda: rx.shard(jnp.ones((4, 4)), "model", "model"))
+
+
+@pytest.mark.parametrize("layout", ["model", ("model", None)], ids=repr)
+def test_a_layout_is_a_partition_spec_or_a_policy(layout):
+    with grid(2, 2).scope(), pytest.raises(rx.VariableError, match="does not say how parameters lie"):
+        rx.Variable(jnp.ones((4, 4)), layout=layout)
+    with pytest.raises(rx.VariableError, match="does not say how parameters lie"):
+        rx.MirroredStrategy(jax.devices()[:4], variables=layout)
+
+
+@pytest.mark.parametrize(
+    ("rules", "found"),
+    [
+        ([("(", P())], "unterminated subpattern"),
+        ([("w", "model")], "'model'"),
+        (["w"], "a pattern and a"),
+        ([("w", None)], "a pattern and a"),
+        ([(1, P())], "a regular expression first"),
+    ],
+    ids=["regex", "word", "no-layout", "none", "number"],
+)
+def test_what_is_no_rule_is_refused(rules, found):
+    with pytest.raises(rx.VariableError, match=f"(?s)no rule.*{found}"):
+        rx.partition_rules(rules)
+
+
+def test_rules_may_be_a_dictionary():
+    rules = {"kernel": P(None, "model"), ".*": P()}
+
+    assert (
+        rx.partition_rules(rules)
+        == rx.partition_rules(rules.items())
+        == rx.partition_rules([*map(list, rules.items())])
+    )
+
+
+def test_shard_takes_a_partition_spec_and_whatever_is_an_array():
+    strategy = grid(2, 2)
+
+    assert strategy.run(lambda: rx.shard(np.ones((4, 4)), P(None, "model")).sum()) == 16
+    assert strategy.run(lambda: rx.shard(2.0) + 1) == 3
+
+
 def test_line_by_line_is_refused():
     with pytest.raises(rx.NotAvailableError, match="model"):
         rx.MirroredStrategy(jax.devices()[:4], replica_mesh={"model": 2}, eager=True)

@@ -1138,6 +1138,16 @@ def eager_over_several_devices(placement: Any) -> NotAvailableError:
     )
 
 
+def no_replica_mesh(given: Any) -> DeviceError:
+    return DeviceError(
+        message(
+            f"MirroredStrategy(replica_mesh={given!r}) does not name the axes inside a replica and their sizes",
+            why="It is a dictionary: each axis has a name and a positive whole number of devices.",
+            instead=['replica_mesh={"model": 2}'],
+        )
+    )
+
+
 def uneven_replica_mesh(inside: Any, devices: int) -> DeviceError:
     product = " x ".join(str(size) for size in inside.values())
     return DeviceError(

@@ -59,7 +59,7 @@ class Strategy:
         self.eager = eager
         self.cross_device_ops = chosen(cross_device_ops)
         self.communication_options = communication_options or CommunicationOptions()
-        self.layouts = variables
+        self.layouts = layout.checked(variables, f"rx.{type(self).__name__}(variables=...)")
         self._begin_empty()
 
     def _begin_empty(self) -> None:

@@ -10,10 +10,12 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -43,8 +45,17 @@ def settled(variable: Variable, policy: LayoutPolicy | None) -> PartitionSpec | 
     if wanted is None or variable.on_read or placement.apart:
         return None
     if not isinstance(wanted, PartitionSpec):
-        wanted = wanted.layout(variable.name, variable.shape, placement)
+        wanted = checked(wanted, f"rx.Variable(..., name={variable.name!r}, layout=...)").layout(
+            variable.name, variable.shape, placement
+        )
     return fitted(f"variable {variable.name!r}", wanted, variable.shape, placement)
+
+
+def checked(policy: Any, call: str) -> Any:
+    """`policy`, if it can say how parameters lie."""
+    if policy is not None and not callable(getattr(policy, "layout", None)):
+        raise _no_policy(policy, call)
+    return policy
 
 
 def fitted(what: str, spec: PartitionSpec, shape: tuple[int, ...], placement: Placement) -> PartitionSpec:
@@ -60,6 +71,9 @@ def fitted(what: str, spec: PartitionSpec, shape: tuple[int, ...], placement: Pl
     while entries and entries[-1] is None:  # as XLA reports layouts; another spelling would compile the second call
         entries.pop()
     spec = PartitionSpec(*entries)
+    used = [name for entry in spec for name in _names(entry)]
+    if len(set(used)) < len(used):
+        raise _cut_twice(what, spec)
     if len(spec) > len(shape):
         raise _too_many_entries(what, spec, shape)
     cuts = [(axis, entry, math.prod(mesh.shape[name] for name in _names(entry))) for axis, entry in enumerate(spec)]
@@ -140,7 +154,7 @@ class PartitionRules:
         return next_creator(**options)
 
 
-def partition_rules(rules: Iterable[tuple[str, PartitionSpec]]) -> PartitionRules:
+def partition_rules(rules: Iterable[tuple[str, PartitionSpec]] | Mapping[str, PartitionSpec]) -> PartitionRules:
     """Says by name how parameters are cut over the devices of a replica.
 
     For models too large for one device. Each rule is a regular expression and a layout; the first whose expression is
@@ -156,7 +170,17 @@ def partition_rules(rules: Iterable[tuple[str, PartitionSpec]]) -> PartitionRule
     >>> [shard.data.shape for shard in w.value.addressable_shards]
     [(8, 3), (8, 3), (8, 3), (8, 3)]
     """
-    return PartitionRules(tuple((pattern, spec) for pattern, spec in rules))
+    return PartitionRules(tuple(map(_rule, rules.items() if isinstance(rules, Mapping) else rules)))
+
+
+def _rule(rule: Any) -> tuple[str, PartitionSpec]:
+    if not isinstance(rule, (tuple, list)) or len(rule) != 2 or not isinstance(rule[1], PartitionSpec):
+        raise _no_rule(rule, "a pattern and a `jax.sharding.PartitionSpec`")
+    try:
+        re.compile(rule[0])
+    except (re.error, TypeError) as error:
+        raise _no_rule(rule, f"a regular expression first: {error}") from error
+    return rule[0], rule[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,11 +217,12 @@ def fully_sharded(min_size: int = 1024) -> FullySharded:
     return FullySharded(min_size)
 
 
-def shard(x: PyTree, *axes: str | tuple[str, ...] | None) -> PyTree:
+def shard(x: PyTree, *axes: str | tuple[str, ...] | PartitionSpec | None) -> PyTree:
     """Says inside a step how a value lies over the devices of its replica; without such axes it says nothing.
 
     XLA partitions a replica's computation by itself, from the layouts of the variables. Say it where it chose badly,
-    mostly for activations: ``h = rx.shard(h, None, "model")``. The value stays the same.
+    mostly for activations: ``h = rx.shard(h, None, "model")``, or with one `PartitionSpec` in place of the axes. The
+    value stays the same.
 
     >>> import jax, jax.numpy as jnp, replicax as rx
     >>> strategy = rx.MirroredStrategy(jax.devices()[:4], replica_mesh={"model": 2})
@@ -208,12 +233,14 @@ def shard(x: PyTree, *axes: str | tuple[str, ...] | None) -> PyTree:
     placement = None if mode is None or mode.replica is None or mode.ledger is None else mode.strategy.placement
     if placement is None or not placement.auto_axes:
         return x
+    if len(axes) == 1 and isinstance(axes[0], PartitionSpec):
+        axes = tuple(axes[0])
     if any(AXIS in _names(entry) for entry in axes):
         raise _over_replicas(axes)
 
     def constrain(leaf: Any) -> Any:
-        spec = fitted(f"`rx.shard(x, {', '.join(map(repr, axes))})`", PartitionSpec(*axes), leaf.shape, placement)
-        return lax.with_sharding_constraint(leaf, spec)
+        spec = fitted(f"`rx.shard(x, {', '.join(map(repr, axes))})`", PartitionSpec(*axes), np.shape(leaf), placement)
+        return lax.with_sharding_constraint(jnp.asarray(leaf), spec)
 
     return jax.tree.map(constrain, x)
 
@@ -229,6 +256,41 @@ def _unmatched(parameters: Sequence[tuple[str, tuple[int, ...]]], rules: Partiti
             [f"{name!r}  {list(shape)}" for name, shape in parameters],
             f"Its patterns are {listed}, and the first that is found in a name decides.",
             ["add a rule for them", 'end with a rule for all others: `(".*", PartitionSpec())`'],
+        )
+    )
+
+
+def _no_rule(rule: Any, needed: str) -> VariableError:
+    return VariableError(
+        message(
+            "`rx.partition_rules([...])` got something that is no rule",
+            [f"{rule!r}"],
+            f"A rule has {needed}.",
+            ['rx.partition_rules([("kernel", PartitionSpec(None, "model")), (".*", PartitionSpec())])'],
+        )
+    )
+
+
+def _no_policy(policy: Any, call: str) -> VariableError:
+    return VariableError(
+        message(
+            f"`{call}` got something that does not say how parameters lie",
+            [f"{policy!r} of type {type(policy).__name__}"],
+            instead=[
+                'rx.partition_rules([("kernel", PartitionSpec(None, "model")), (".*", PartitionSpec())])',
+                "rx.fully_sharded()",
+                'a `jax.sharding.PartitionSpec`, PartitionSpec(None, "model") say, for one variable',
+            ],
+        )
+    )
+
+
+def _cut_twice(what: str, spec: PartitionSpec) -> VariableError:
+    return VariableError(
+        message(
+            f"The layout {spec} of {what} names an axis of the devices twice",
+            why="Over one axis of the devices one axis of the value can be cut.",
+            instead=["name it once, None in the other place"],
         )
     )
 

@@ -50,14 +50,17 @@ class MirroredStrategy(Strategy):
         variables: LayoutPolicy | None = None,
     ) -> None:
         chosen = resolve_all(devices, "`rx.MirroredStrategy(devices=...)`") if devices else local_devices_default()
-        placement = _grid(chosen, dict(replica_mesh)) if replica_mesh else place(chosen)
+        placement = _grid(chosen, replica_mesh) if replica_mesh else place(chosen)
         if eager and placement.auto_axes:
             raise _errors.eager_over_several_devices(placement)
         super().__init__(placement, eager=eager, cross_device_ops=cross_device_ops, variables=variables)
 
 
-def _grid(devices: Sequence[jax.Device], inside: dict[str, int]) -> Placement:
-    each = math.prod(inside.values())
-    if each < 1 or len(devices) % each or AXIS in inside:
+def _grid(devices: Sequence[jax.Device], inside: Mapping[str, int]) -> Placement:
+    if not isinstance(inside, Mapping):
+        raise _errors.no_replica_mesh(inside)
+    if not all(isinstance(name, str) and isinstance(size, int) and size > 0 for name, size in inside.items()):
+        raise _errors.no_replica_mesh(inside)
+    if len(devices) % math.prod(inside.values()) or AXIS in inside:
         raise _errors.uneven_replica_mesh(inside, len(devices))
-    return place_grid(devices, inside)
+    return place_grid(devices, dict(inside))
