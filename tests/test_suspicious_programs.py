@@ -1,6 +1,7 @@
 """Programs that look as if they were wrong and are right: none may be refused, and each gives the right numbers."""
 
 import functools
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -373,6 +374,199 @@ def a_custom_gradient_around_a_reduction(b):
 
     total.defvjp(lambda v: (total(v), None), lambda _, g: (g * 8,))
     return b.s.run(lambda x: jax.grad(lambda v: total(v).sum())(x), (b.x,))
+
+
+# -- what a step takes from its surroundings
+
+
+@right([1.0, 2.0, 4.0])
+def a_captured_number_that_is_rebound(b):
+    rate = 1.0
+
+    def step():
+        return rate * jnp.ones(())
+
+    out = []
+    for _ in range(3):
+        out.append(b.s.run(step))
+        rate *= 2
+    return out
+
+
+@right([0.0, 0.1, 0.2, 0.3, 0.4])
+def a_function_made_anew_around_another_number_each_time(b):
+    out = []
+    for i in range(5):
+        rate = 0.1 * i  # a float that lives where the last one lived
+        out.append(b.s.run(lambda: rate * jnp.ones(())))  # noqa: B023
+    return out
+
+
+RATE = 1.0
+
+
+@right([1.0, 3.0, 1.0])
+def a_global_that_is_rebound(b):
+    global RATE
+    out = []
+    for rate in (1.0, 3.0, 1.0):
+        RATE = rate
+        out.append(b.s.run(lambda: half_the_rate() * 2))
+    return out
+
+
+def half_the_rate():
+    return RATE * jnp.full((), 0.5)
+
+
+@right([1.0, 5.0])
+def an_attribute_that_is_set(b):
+    class Model:
+        scale = 1.0
+
+        def __init__(self):
+            self.scale = 1.0
+
+        def step(self):
+            return self.scale * jnp.ones(())
+
+    model = Model()
+    first = b.s.run(model.step)
+    model.scale = 5.0
+    return [first, b.s.run(model.step)]
+
+
+@right([1.0, 2.0, 3.0])
+def a_captured_array_that_is_rebound_around_a_compiled_function(b):
+    shift = jnp.zeros(())
+
+    @rx.function
+    def outer():
+        return b.s.reduce("mean", b.s.run(lambda: jnp.ones(()) + shift))
+
+    out = []
+    for i in range(3):
+        shift = jnp.float32(i)
+        out.append(outer())
+    return out
+
+
+@right(1.0)
+def a_variable_made_in_a_step_whose_surroundings_change(b):
+    made, rate = [], 1.0
+
+    def step():
+        variable = rx.Variable(jnp.ones(()), name="made")
+        made.append(variable)
+        return variable.value * rate
+
+    b.s.run(step)
+    rate = 2.0
+    b.s.run(step)
+    return float(made[0] is made[1])
+
+
+@right(6.0)
+def a_callable_object_without_a_hash(b):
+    class Scale:
+        __hash__ = None
+
+        def __call__(self, x):
+            return x.sum()
+
+    scale = Scale()
+    return [b.s.run(scale, (b.x,)).values[0] for _ in range(2)][1]
+
+
+@right(1.0)
+def an_argument_whose_equality_says_nothing(b):
+    class Holder:
+        def __init__(self):
+            self.array = np.ones(3)
+
+        def __eq__(self, other):
+            return self.array == other.array
+
+        def __hash__(self):
+            return 7
+
+    return [b.s.run(lambda holder: holder.array[0], (Holder(),)) for _ in range(2)][1]
+
+
+# -- values that pass through
+
+
+@right(X)
+def a_value_per_replica_that_the_step_reached_by_closure(b):
+    return np.stack(b.s.run(lambda: b.x).values)
+
+
+@right(X)
+def a_value_per_replica_returned_by_a_compiled_function(b):
+    return np.stack(rx.function(lambda: b.x)().values)
+
+
+@right(np.ones(4))
+def a_variables_value_donated(b):
+    b.s.run(lambda v: v + 1, (b.w.value,), options=rx.RunOptions(donate=(0,)))
+    return b.w.numpy()
+
+
+@right(SUM)
+def a_gradient_across_replicas(b):
+    @rx.function
+    def gradient():
+        def loss():
+            return b.s.reduce("sum", b.s.run(lambda x: (b.w.value * x).sum(), (b.x,)))
+
+        return rx.grad(loss, b.w)()
+
+    return gradient()
+
+
+@right(X[1] * 2)
+def a_run_without_variables_inside_a_foreign_jit(b):
+    def step(x):
+        return x * 2 + jnp.zeros(100)[:1]
+
+    inside = jax.jit(lambda x: b.s.run(step, (x,)))(b.x)
+    np.testing.assert_array_equal(b.s.run(step, (b.x,)).values[1], inside.values[1])
+    return inside.values[1]
+
+
+@right(np.ones(4) * 5)
+def a_scope_object_shared_by_threads(b):
+    scope, out = b.s.scope(), []
+
+    def make(number, go):
+        with scope:
+            go.wait()
+            out.append((number, rx.get_strategy() is b.s))
+
+    go = threading.Event()
+    threads = [threading.Thread(target=make, args=(i, go)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert sorted(out) == [(i, True) for i in range(4)]
+    return np.ones(4) * 5
+
+
+@right(7.0)
+def a_step_that_failed_before_it_was_mended(b):
+    broken, made = [True], []
+
+    def step():
+        made.append(rx.Variable(jnp.full((), 7.0), name="made"))
+        if broken.pop() if broken else False:
+            raise ValueError("not yet")
+        return made[-1].value
+
+    with pytest.raises(ValueError, match="not yet"):
+        b.s.run(step)
+    return b.s.run(step)
 
 
 @pytest.mark.parametrize(("program", "expected"), RIGHT)

@@ -46,6 +46,9 @@ class Bench:
             self.apart = rx.Variable(0.0, name="apart", synchronization="on_read")
         self.before = [v.numpy() for v in (self.w, self.n, self.total, self.average, self.seen)]
 
+    def step_that_writes(self):
+        self.w.assign(self.w.value * 1.0)
+
     def unchanged(self):
         after = [v.numpy() for v in (self.w, self.n, self.total, self.average, self.seen)]
         return all(np.array_equal(a, b) for a, b in zip(self.before, after, strict=True))
@@ -474,6 +477,174 @@ def a_mean_over_padding(b):
 @wrong(rx.InputError, "from_arrays")
 def a_bare_array_as_a_dataset(b):
     b.s.distribute_dataset(np.ones((6, 2)))
+
+
+@wrong(rx.ContextError, "rx.function", "`w.read`")
+def a_run_inside_a_foreign_jit_reads_a_variable(b):
+    jax.jit(lambda x: b.s.run(lambda x: x * b.w.value, (x,)))(b.x)
+
+
+@wrong(rx.ContextError, "rx.function", "`w.assign`")
+def a_run_inside_a_foreign_jit_assigns_a_variable(b):
+    b.s.run(b.step_that_writes)
+    jax.jit(lambda: b.s.run(b.step_that_writes))()
+
+
+@wrong(rx.ContextError, "rx.function", "`w.read`")
+def a_loop_around_a_run_reads_a_variable(b):
+    jax.lax.fori_loop(0, 3, lambda i, x: b.s.run(lambda x: x * b.w.value, (x,)), jnp.ones(4))
+
+
+@wrong(rx.ContextError, "jax.vmap", "'w'")
+def a_vmapped_run_assigns_a_variable(b):
+    jax.vmap(lambda a: b.s.run(lambda a: b.w.assign(b.w.value * a), (a,)))(jnp.arange(3.0))
+
+
+@wrong(rx.ContextError, "line by line inside jax.jit")
+def a_run_line_by_line_inside_a_jit(b):
+    eager = rx.MirroredStrategy(jax.devices()[:2], eager=True)
+    jax.jit(lambda x: eager.run(lambda x: x * 2, (x,)))(jnp.ones(4))
+
+
+@wrong(rx.StaticArgumentError, "a generator", "has not run")
+def a_step_with_yield(b):
+    def step(x):
+        b.w.assign(b.w.value + 1)
+        yield x
+
+    b.s.run(step, (b.x,))
+
+
+@wrong(rx.StaticArgumentError, "a coroutine", "has not run")
+def a_step_that_is_async(b):
+    async def step(x):
+        b.w.assign(b.w.value + 1)
+
+    b.s.run(step, (b.x,))
+
+
+@wrong(rx.InputError, "got an iterator as args[0]", "next(iterator)")
+def an_iterator_as_an_argument(b):
+    batches = iter(b.s.distribute_dataset([np.ones(4, np.float32)] * 3))
+
+    @rx.function
+    def train(iterator):
+        return b.s.run(lambda x: x.sum(), (next(iterator),))
+
+    train(batches)
+
+
+@wrong(rx.InputError, "being compiled", "run_steps")
+def an_iterator_read_while_a_program_is_traced(b):
+    batches = iter(b.s.distribute_dataset([np.ones(4, np.float32)] * 3))
+    rx.function(lambda: b.s.run(lambda x: x.sum(), (next(batches),)))()
+
+
+@wrong(rx.StructureError, "Box.content", "register_dataclass")
+def a_result_hidden_in_an_object(b):
+    class Box:
+        def __init__(self, content):
+            self.content = content
+
+    b.s.run(lambda x: Box({"x": x * 2}), (b.x,))
+
+
+@wrong(rx.StructureError, "holds arrays of the step")
+def a_result_hidden_in_a_function(b):
+    b.s.run(lambda x: lambda: x + 1, (b.x,))
+
+
+@wrong(rx.StructureError, "compared with each other")
+def keys_of_several_kinds(b):
+    b.s.run(lambda table: 1, ({"a": 1.0, 3: 2.0},))
+
+
+@wrong(rx.StructureError, "compared with each other")
+def results_under_keys_of_several_kinds(b):
+    b.s.run(lambda x: {"a": x, 3: x}, (b.x,))
+
+
+@wrong(rx.InputError, "an array that JAX cannot hold", "args[0]['text']")
+def text_in_an_array(b):
+    b.s.run(lambda batch: 1, ({"text": np.array(["a", "b"])},))
+
+
+@wrong(rx.InputError, "does not fit into int32", "args[1] = 1099511627776")
+def a_number_that_does_not_fit(b):
+    def step(x, number):
+        return x * number
+
+    b.s.run(step, (b.x, 3))
+    b.s.run(step, (b.x, 2**40))
+
+
+@wrong(rx.InputError, "3 components, 2 replicas")
+def too_many_components(b):
+    b.s.run(lambda x: x, (rx.PerReplica((1.0, 2.0, 3.0)),))
+
+
+@wrong(rx.InputError, "has been deleted", "args[0]", "donate")
+def a_donated_argument_passed_again(b):
+    def step(x):
+        return x + 1
+
+    x = b.s.run(step, (b.x,))
+    b.s.run(step, (x,), options=rx.RunOptions(donate=(0,)))
+    b.s.run(step, (x,))
+
+
+@wrong(rx.InputError, "has been deleted", "donate")
+def a_donated_value_opened(b):
+    x = b.s.run(lambda x: x + 1, (b.x,))
+    b.s.run(lambda x: x + 1, (x,), options=rx.RunOptions(donate=(0,)))
+    assert "deleted" in repr(x)
+    b.s.experimental_local_results(x)
+
+
+@wrong(rx.InputError, "several times", "args[0]", "args[1]['again']")
+def a_donated_argument_that_is_passed_twice(b):
+    x = jax.device_put(jnp.ones(4), jax.sharding.NamedSharding(b.x.data.sharding.mesh, jax.sharding.PartitionSpec()))
+    b.s.run(lambda x, y: x + y["again"], (x, {"again": x}), options=rx.RunOptions(donate=(0,)))
+
+
+@wrong(rx.InputError, "with 1 positional arguments")
+def a_donated_argument_that_does_not_exist(b):
+    b.s.run(lambda x: x + 1, (b.x,), options=rx.RunOptions(donate=(1,)))
+
+
+@wrong(ValueError, "positions of arguments")
+def a_donated_argument_by_name(b):
+    rx.RunOptions(donate=("x",))
+
+
+@wrong(TypeError, "not an rx.RunOptions")
+def options_that_are_none(b):
+    b.s.run(lambda x: x, (b.x,), options={"eager": True})
+
+
+@wrong(TypeError, "the step is not a function")
+def the_result_of_a_call_in_place_of_the_step(b):
+    b.s.run((lambda: 3.0)(), (b.x,))
+
+
+@wrong(rx.InputError, "keyword args must be a dictionary")
+def keywords_as_pairs(b):
+    b.s.run(lambda k: k, (), [("k", 2.0)])
+
+
+@wrong(rx.InputError, "merge_call(fn, args=float32[4])", "list or tuple")
+def arguments_of_a_merge_call_that_are_no_tuple(b):
+    b.s.run(lambda x: me().merge_call(lambda strategy, *values: len(values), x), (b.x,))
+
+
+@wrong(rx.LocalityError, "strategy.gather(value, axis)")
+def components_asked_for_inside_a_jit(b):
+    jax.jit(lambda x: b.s.experimental_local_results(x)[0])(b.x)
+
+
+@wrong(rx.ContextError, "strategy.lower(...) inside a replica")
+def lowering_inside_a_replica(b):
+    b.s.run(lambda: b.s.lower(lambda: 1))
 
 
 @pytest.mark.parametrize(("program", "error", "says"), WRONG)

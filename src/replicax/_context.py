@@ -15,6 +15,7 @@ import enum
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
@@ -209,12 +210,23 @@ scope_hooks: list[Callable[[Strategy], Callable[[], None]]] = []
 """Called whenever a scope is entered; what each returns is called when it is left. How layer libraries are told."""
 
 
+class _Entered(threading.local):
+    """Where a thread has entered a scope: threads may share one scope object."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[Mode | None, int, list[Callable[[], None]]]] = []
+
+
 class Scope:
     """``with strategy.scope():``. Can be entered again and again, nested too."""
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self._entered: list[tuple[Mode | None, int, list[Callable[[], None]]]] = []
+        self._of_thread = _Entered()
+
+    @property
+    def _entered(self) -> list[tuple[Mode | None, int, list[Callable[[], None]]]]:
+        return self._of_thread.stack
 
     def __enter__(self) -> Strategy:
         strategy, mode = self._strategy, current()
@@ -231,6 +243,8 @@ class Scope:
         return strategy
 
     def __exit__(self, *exc: object) -> None:
+        if not self._entered:
+            raise _errors.scope_not_entered(self._strategy)
         inner, creators, undo = self._entered[-1]
         if inner is not None:
             if len(thread.creators) != creators:
@@ -258,6 +272,8 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     True
     >>> rx.experimental_set_strategy(None)
     """
+    if strategy is not None and not isinstance(getattr(strategy, "scope", None), MethodType):
+        raise _errors.not_a_strategy(strategy)
     scope: Scope | None = getattr(_global_scope, "scope", None)
     if scope is not None and scope._entered and current() is scope._entered[-1][0]:
         scope.__exit__(None, None, None)
@@ -360,6 +376,8 @@ class ReplicaContext:
         [10, 11]
         """
         self._require("merge_call")
+        if not isinstance(args, (list, tuple)):
+            raise _errors.merge_arguments_not_a_list(args)
         if self._ledger is not None:
             return self._ledger.merge_call(merge_fn, tuple(args), dict(kwargs or {}))
         with push(Mode(self._strategy, Kind.CROSS)):

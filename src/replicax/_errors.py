@@ -236,6 +236,26 @@ def scope_nesting(what: str) -> RuntimeError:
     )
 
 
+def scope_not_entered(strategy: Any) -> ContextError:
+    return ContextError(f"The scope of {strategy!r} was left more often than it was entered on this thread.")
+
+
+def not_a_strategy(strategy: Any) -> TypeError:
+    return TypeError(
+        f"rx.experimental_set_strategy({_short(strategy)}): expected a strategy, or None for the default one."
+    )
+
+
+def merge_arguments_not_a_list(args: Any) -> InputError:
+    return InputError(
+        message(
+            f"merge_call(fn, args={_short(args)}): positional args must be a list or tuple",
+            why="`args` holds one entry per parameter of `fn` after the strategy.",
+            instead=["merge_call(fn, args=(value,))"],
+        )
+    )
+
+
 def set_strategy_in_scope() -> ContextError:
     return ContextError(
         "Must not be called inside a `tf.distribute.Strategy` scope: rx.experimental_set_strategy(...) while "
@@ -274,6 +294,20 @@ def per_replica_as_array(value: Any) -> PerReplicaUseError:
                 'strategy.reduce("mean", value) combines them',
                 "strategy.experimental_local_results(value) lists them",
                 "strategy.run(fn, args=(value,)) gives each replica its own",
+            ],
+        )
+    )
+
+
+def components_of_traced(array: Any) -> PerReplicaUseError:
+    return PerReplicaUseError(
+        message(
+            "The components of a value per replica were asked for inside jax.jit or another traced function",
+            [f"{array.dtype}{list(array.shape)}, of all replicas together"],
+            "Where each replica's part lies is known outside only.",
+            [
+                "strategy.reduce(op, value) and strategy.gather(value, axis) work inside",
+                "list the components outside: strategy.experimental_local_results(value)",
             ],
         )
     )
@@ -372,11 +406,176 @@ def arguments_not_a_list(args: Any) -> ValueError:
     )
 
 
+def step_not_callable(fn: Any) -> TypeError:
+    return StaticArgumentError(
+        message(
+            f"strategy.run({_short(fn)}, ...): the step is not a function",
+            [f"it is of type {type(fn).__name__}"],
+            instead=["strategy.run(step, args=(x,)), without calling `step` yourself"],
+        )
+    )
+
+
+def keywords_not_a_mapping(kwargs: Any) -> InputError:
+    return InputError(
+        message(
+            f"strategy.run(step, args, kwargs={_short(kwargs)}): keyword args must be a dictionary",
+            instead=['strategy.run(step, args=(x,), kwargs={"training": True})'],
+        )
+    )
+
+
+def not_run_options(options: Any) -> TypeError:
+    return StaticArgumentError(
+        message(
+            f"strategy.run(step, ..., options={_short(options)}): not an rx.RunOptions",
+            instead=["options=rx.RunOptions(eager=True)"],
+        )
+    )
+
+
+def iterator_as_argument(fn: Any, path: str) -> InputError:
+    return InputError(
+        message(
+            f"`{_name(fn)}` got an iterator as {path}",
+            why="A compiled function reads while it is traced, once, and would see the same element ever after; replicas "
+            "that run line by line would take elements from each other.",
+            instead=["read first and pass the element: `strategy.run(step, args=(next(iterator),))`"],
+        )
+    )
+
+
+def variable_without_value(variable: Any) -> VariableError:
+    return VariableError(
+        message(
+            f"The variable {variable.name!r} has no value",
+            why="It was made in a step that failed before its first value was computed, or its array was deleted.",
+            instead=["make it anew", "make it before the step, in strategy.scope()"],
+        )
+    )
+
+
+def number_too_large(fn: Any, path: str, value: int, limits: Any) -> InputError:
+    return InputError(
+        message(
+            f"`{_name(fn)}` got a number that does not fit into {limits.dtype}",
+            [f"{path} = {value}, and the largest is {limits.max}"],
+            "Python's integers have no limit; on a device they have one.",
+            ["pass a float", 'jax.config.update("jax_enable_x64", True)'],
+        )
+    )
+
+
+def deleted_argument(fn: Any, path: str, value: Any) -> InputError:
+    return InputError(
+        message(
+            f"`{_name(fn)}` got an array whose buffer is gone: it has been deleted",
+            [f"{path}  {value.dtype}{list(value.shape)}"],
+            "It was donated to an earlier step, which was allowed to reuse its memory.",
+            [
+                "go on with what that step returned",
+                "leave it out of rx.RunOptions(donate=...) to keep it",
+            ],
+        )
+    )
+
+
+def deleted_value(value: Any) -> InputError:
+    return InputError(
+        message(
+            "A value per replica was read after its buffer is gone: it has been deleted",
+            [f"{value.dtype}{list(value.shape)}"],
+            "It was donated to a step, which was allowed to reuse its memory.",
+            ["go on with what that step returned", "leave it out of rx.RunOptions(donate=...) to keep it"],
+        )
+    )
+
+
+def donated_twice(fn: Any, places: Sequence[str]) -> InputError:
+    return InputError(
+        message(
+            f"`{_name(fn)}` is given one array several times and may reuse its memory",
+            [f"{place}" for place in places],
+            "The buffer of a donated argument is overwritten, and the others would read what it was overwritten with.",
+            ["pass a copy: jnp.copy(x)", "leave it out of rx.RunOptions(donate=...)"],
+        )
+    )
+
+
+def donated_position(donate: Sequence[int], count: int) -> InputError:
+    return InputError(
+        message(
+            f"RunOptions(donate={tuple(donate)}) for a call with {count} positional arguments",
+            why="Each number is the position of an argument, counted from 0.",
+            instead=[f"positions from 0 to {count - 1}" if count else "leave `donate` out"],
+        )
+    )
+
+
+def not_a_tree(what: str, error: Exception) -> StructureError:
+    return StructureError(
+        message(
+            f"{what[0].upper()}{what[1:]} of a step is a structure that cannot be taken apart",
+            [str(error).split("\n", 1)[0]],
+            "The entries of a dictionary are ordered by their keys.",
+            ["use keys that can be compared with each other, all text say"],
+        )
+    )
+
+
+def hidden_arrays(fn: Any, value: Any, names: Sequence[str]) -> StructureError:
+    return StructureError(
+        message(
+            f"`{_name(fn)}` returns an object that holds arrays of the step and that JAX cannot look into",
+            [f"{type(value).__name__}.{name}" for name in names],
+            "Only arrays that the step returns, by themselves or in structures that JAX knows, become values.",
+            [
+                "return a tuple or a dictionary",
+                f"register the class: jax.tree_util.register_dataclass({type(value).__name__})",
+            ],
+        )
+    )
+
+
+def body_not_run(fn: Any, kind: str) -> TypeError:
+    return StaticArgumentError(
+        message(
+            f"`{_name(fn)}` returned {kind}: its body has not run",
+            why=f"Calling {'a function with `yield`' if 'generator' in kind else 'an `async def`'} only prepares it; "
+            "nobody would carry it out.",
+            instead=["return the values of the step with `return`"],
+        )
+    )
+
+
+def eager_under_transformation(fn: Any) -> ContextError:
+    return ContextError(
+        message(
+            f"`{_name(fn)}` was to be run line by line inside jax.jit, jax.grad, jax.vmap or the like",
+            why="Line by line each replica computes with real numbers, and a transformation has none.",
+            instead=[
+                "transform inside the step: strategy.run(lambda x: jax.grad(loss)(x), (x,))",
+                "run it compiled: a strategy without eager=True",
+            ],
+        )
+    )
+
+
+def assigned_under_transformation(variable: Any) -> ContextError:
+    return ContextError(
+        message(
+            f"A run inside jax.vmap or jax.grad assigns to the variable {variable.name!r} a value that is transformed",
+            why="Outside of the transformation there is no such value that the variable could keep.",
+            instead=["transform inside the step", "return the value instead of assigning it"],
+        )
+    )
+
+
 def unhashable_argument(path: str, leaf: Any) -> StaticArgumentError:
     return StaticArgumentError(
         message(
             "strategy.run(step, ...) got an argument that is neither an array nor hashable",
-            [f"args{path}  {type(leaf).__name__}"],
+            [f"{path}  {type(leaf).__name__}"],
             "Arrays and numbers are traced; every other object becomes part of the program and must be hashable so that "
             "the program can be found again.",
             ["let the step reach it by closure", "register its class with jax.tree_util so that its arrays are seen"],
@@ -388,7 +587,7 @@ def no_array_of_jax(path: str, leaf: Any) -> InputError:
     return InputError(
         message(
             "strategy.run(step, ...) got an array that JAX cannot hold",
-            [f"args{path}  {_short(leaf)}"],
+            [f"{path}  {_short(leaf)}"],
             "A compiled step computes with numbers. Text, dates and Python objects stay on the host.",
             [
                 "take it out of the batch before the step: `ids = batch.pop('id')`",
@@ -402,7 +601,7 @@ def ragged_argument(path: str, value: Any) -> InputError:
     return InputError(
         message(
             "strategy.run(step, ...) got a per-replica value whose components differ in shape or are no arrays of numbers",
-            [f"args{path}  replica {i}  {_short(part)}" for i, part in enumerate(value.data)],
+            [f"{path}  replica {i}  {_short(part)}".strip() for i, part in enumerate(value.data)],
             "The step is compiled once and every replica runs that one program, so their inputs must look alike.",
             [
                 "pad them to one shape; strategy.distribute_dataset(batches) does it and keeps count",
@@ -417,9 +616,9 @@ def other_devices(path: str, array: Any, strategy: Any) -> InputError:
     return InputError(
         message(
             "strategy.run(step, ...) got a per-replica value that lies on other devices than the strategy's replicas",
-            [f"args{path}  on {sorted(map(str, array.devices()))}", f"strategy {strategy!r}"],
-            "It was made by another strategy.",
-            ["distribute the data with the strategy that runs the step"],
+            [f"{path}  on {sorted(map(str, array.devices()))}", f"strategy {strategy!r}"],
+            "It was made by another strategy, or no strategy is in force for an rx.function that calls none.",
+            ["distribute the data with the strategy that runs the step", "call the rx.function in strategy.scope()"],
         )
     )
 
@@ -451,10 +650,18 @@ def many_traces(fn: Any, keys: Sequence[Any]) -> str:
     )
 
 
-def many_copies(fn: Any, count: int) -> str:
-    code = fn.__code__
+def many_copies(fn: Any, count: int, changed: Sequence[str] = ()) -> str:
+    code = getattr(fn, "__code__", None)
+    where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+    if changed:
+        return message(
+            f"`{_name(fn)}`{where} was compiled {count} times",
+            [f"{name}  has another value than when it was compiled" for name in changed],
+            "A value that a step takes from its surroundings is a constant of its program.",
+            ["pass what changes as an argument: strategy.run(step, args=(x, lr))"],
+        )
     return message(
-        f"`{_name(fn)}` ({code.co_filename}:{code.co_firstlineno}) was made anew and compiled {count} times",
+        f"`{_name(fn)}`{where} was made anew and compiled {count} times",
         why="A function made inside the loop that captures a value which changes is another program each time.",
         instead=["define it once, before the loop, and pass what changes as an argument"],
     )
@@ -968,7 +1175,7 @@ def wrong_number_of_components(argument: str, components: int, replicas: int) ->
     return InputError(
         message(
             "strategy.run(step, ...) got a per-replica value with another number of components than there are replicas",
-            [f"argument {argument}  {components} components, {replicas} replicas in this process"],
+            [f"{argument}  {components} components, {replicas} replicas in this process"],
             "Each replica gets its own component.",
             ["make it with the strategy that runs the step"],
         )

@@ -68,6 +68,11 @@ def in_trace(trace: Any) -> Any:
     return core.set_current_trace(trace)
 
 
+trace_context = core.trace_ctx
+"""This thread's state of tracing; ``trace_context.trace is no_trace`` at the top level. As names, to be compared fast."""
+no_trace = core.eval_trace
+
+
 def is_staging() -> bool:
     """Whether operations are recorded into a program instead of carried out (jit, scan, eval_shape; not grad or vmap)."""
     trace = core.trace_ctx.trace

@@ -74,12 +74,20 @@ class Cell:
 
 
 class TracedLedger:
-    def __init__(self, strategy: Strategy, entry: CodeType, referenced: set[Variable], created: list[Variable]) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        entry: CodeType,
+        referenced: set[Variable],
+        created: list[Variable],
+        awaited: set[Variable],
+    ) -> None:
         self.strategy = strategy
         self.placement = strategy.placement
         self.entry = entry
         self.referenced = referenced
         self.created = created
+        self.awaited = awaited
         self.creations = 0
         self.initial: dict[Variable, Any] = {}
         self.cells: dict[Variable, Cell] = {}
@@ -163,8 +171,16 @@ class TracedLedger:
             variable = make(**kwargs)
         self.created.append(variable)
         if isinstance(initial, Tracer):
+            self.awaited.add(variable)
             self.initial[variable] = jnp.asarray(initial, variable.dtype)
         return variable
+
+    def close(self) -> None:
+        """Lets go of the trace, which is over; what was learnt stays."""
+        self.cells.clear()
+        self.masks.clear()
+        self.initial = dict.fromkeys(self.initial)
+        self.trace = None
 
     # -- replicas
 

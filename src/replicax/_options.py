@@ -163,3 +163,11 @@ class RunOptions:
     experimental_enable_dynamic_batch_size: bool = True
     experimental_bucketizing_dynamic_shape: bool = False
     experimental_xla_options: Any = None
+
+    def __post_init__(self) -> None:
+        donate = (self.donate,) if isinstance(self.donate, int) else self.donate
+        if not isinstance(donate, (tuple, list)) or not all(type(i) is int and i >= 0 for i in donate):
+            raise ValueError(
+                f"RunOptions(donate={self.donate!r}): expected positions of arguments, counted from 0: donate=(0,)."
+            )
+        object.__setattr__(self, "donate", tuple(dict.fromkeys(donate)))

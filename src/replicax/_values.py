@@ -72,6 +72,8 @@ class PerReplica(DistributedValues):
     def __repr__(self) -> str:
         if self.form == TRACED:
             return f"PerReplica(traced {self.data.aval.str_short()})"
+        if isinstance(self.data, jax.Array) and not isinstance(self.data, Tracer) and self.data.is_deleted():
+            return f"PerReplica({self.form}, {jax.typeof(self.data).str_short()}, deleted)"
         if isinstance(self.data, (Tracer, jax.ShapeDtypeStruct)):
             return f"PerReplica({self.form}, {jax.typeof(self.data).str_short()})"
         lines = ",\n".join(f"  {i}: {value!r}" for i, value in enumerate(components(self)))
@@ -106,6 +108,10 @@ def components(value: PerReplica) -> tuple[Any, ...]:
 
 def _blocks(array: jax.Array) -> list[jax.Array]:
     """The addressable blocks along axis 0, one per replica."""
+    if isinstance(array, Tracer):
+        raise _errors.components_of_traced(array)
+    if array.is_deleted():
+        raise _errors.deleted_value(array)
     if array.size == 0 and isinstance(array.sharding, NamedSharding):
         return _empty_blocks(array, array.sharding.mesh)
     by_start: dict[int, jax.Array] = {}

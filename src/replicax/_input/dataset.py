@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from replicax import _context
+from replicax import _context, _jax
 from replicax._errors import InputError, NotADatasetError, OutOfRangeError, message
 from replicax._input.ahead import Depths
 from replicax._input.reading import Reading
@@ -221,7 +221,8 @@ class Optional:
 
 
 def refuse_in_replica(call: str, instead: str) -> None:
-    """Refuses `call` inside a step: there it would be carried out once while the step is traced, and never again."""
+    """Refuses `call` inside a step, or another function that is compiled: it would be carried out once, while that is
+    traced, and never again."""
     mode = _context.current()
     if mode is not None and mode.replica is not None:
         raise InputError(
@@ -229,6 +230,17 @@ def refuse_in_replica(call: str, instead: str) -> None:
                 f"`{call}` should be called from outside of the replica function, and was called inside",
                 why="A step is one replica's work on data it is given. Reading is done once, for all replicas, before.",
                 instead=[f"read first and pass the batch to the step: `{instead}`"],
+            )
+        )
+    if _jax.is_staging():
+        raise InputError(
+            message(
+                f"`{call}` inside a function that is being compiled",
+                why="It would read once, while the function is traced, and the program would see that element ever after.",
+                instead=[
+                    "read first and pass the batch to the function: `train(next(iterator))`",
+                    "`strategy.run_steps(fn, iterator, steps)` takes several steps in one program",
+                ],
             )
         )
 

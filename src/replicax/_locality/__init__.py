@@ -10,6 +10,7 @@ from replicax._locality.sites import Site as Site
 from replicax._locality.sites import call_site as call_site
 from replicax._locality.sites import is_users as is_users
 from replicax._locality.sites import user_site as user_site
+from replicax._locality.sites import warn_user as warn_user
 from replicax._locality.states import MIRRORED as MIRRORED
 from replicax._locality.states import Differs as Differs
 from replicax._locality.states import Mirrored as Mirrored

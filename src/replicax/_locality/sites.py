@@ -12,6 +12,7 @@ import functools
 import os
 import sys
 import sysconfig
+import warnings
 from dataclasses import dataclass
 from types import FrameType
 
@@ -59,6 +60,12 @@ def call_site() -> Site:
     while not is_users(frame.f_code.co_filename) and frame.f_back is not None:
         frame = frame.f_back
     return Site(frame.f_code.co_filename, frame.f_lineno)
+
+
+def warn_user(text: str) -> None:
+    """Warns in the name of the user's line that is being executed, however deep in the library we are."""
+    site = call_site()
+    warnings.warn_explicit(text, UserWarning, site.file, site.line)
 
 
 def is_library(body: Jaxpr) -> bool:

@@ -31,13 +31,19 @@ def run(
 ) -> Any:
     """Runs `fn` once per replica, from the host."""
     if type(args) is not tuple:
-        args = check_arguments(args)
+        args = arguments.check_call(fn, args, kwargs)[0]
     if options is not None or strategy.eager or _jax.jit_disabled():
         options = options or RunOptions()
+        if not isinstance(options, RunOptions):
+            raise _errors.not_run_options(options)
+        args, kwargs = arguments.check_call(fn, args, kwargs)
         if options.eager or _jax.jit_disabled() or (options.eager is None and strategy.eager):
             if strategy.placement.auto_axes:
                 raise _errors.eager_over_several_devices(strategy.placement)
-            return eager.run(strategy, fn, args, kwargs or {}, options)
+            try:
+                return eager.run(strategy, fn, args, kwargs, options)
+            except FloatingPointError as error:
+                raise _errors.not_a_number(fn, site_of(error), error) from error
     elif not kwargs:
         program = strategy.programs.get(fn)
         if program is not None:
@@ -49,12 +55,13 @@ def run(
                     return program(args, {})
                 except FloatingPointError as error:
                     raise _located(strategy, fn, args, {}, error) from None
-    positional, named, statics = arguments.prepared(strategy.placement, tuple(args), kwargs or {})
+    args, kwargs = arguments.check_call(fn, args, kwargs)
+    positional, named, statics = arguments.prepared(strategy.placement, args, kwargs)
     program = strategy.programs.find(fn, statics, options.donate if options else ())
     try:
         return program(positional, named)
     except FloatingPointError as error:
-        raise _located(strategy, fn, args, kwargs or {}, error) from None
+        raise _located(strategy, fn, args, kwargs, error) from None
 
 
 def _located(strategy: Strategy, fn: Callable[..., Any], args: Any, kwargs: Any, error: Exception) -> Exception:
@@ -66,18 +73,12 @@ def _located(strategy: Strategy, fn: Callable[..., Any], args: Any, kwargs: Any,
     return error
 
 
-def check_arguments(args: Any) -> tuple[Any, ...]:
-    if not isinstance(args, (list, tuple)):
-        raise _errors.arguments_not_a_list(args)
-    return tuple(args)
-
-
 def nested(ledger: Any, strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
     """Runs `fn` for every replica from cross-replica code that is itself part of a run: a merge function, say."""
-    args = check_arguments(args)
+    args, kwargs = arguments.check_call(fn, args, kwargs)
     if not isinstance(ledger, TracedLedger):
-        return ledger.run_nested(fn, args, kwargs or {})
-    args, kwargs = ledger.to_replica((args, kwargs or {}))
+        return ledger.run_nested(fn, args, kwargs)
+    args, kwargs = ledger.to_replica((args, kwargs))
     context = ReplicaContext(strategy, None, ledger)
     with _context.push(Mode(strategy, Kind.REPLICA, ledger, context)):
         out = fn(*args, **kwargs)

@@ -8,11 +8,12 @@ replica sees its own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from replicax import _errors, _jax
@@ -43,8 +44,7 @@ class Static:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Static):
             return False
-        mine, theirs = self.value, other.value
-        return mine is theirs or (type(mine) is type(theirs) and bool(mine == theirs))
+        return equal(self.value, other.value)
 
     def __hash__(self) -> int:
         return hash(self.value)
@@ -53,13 +53,26 @@ class Static:
         return repr(self.value)
 
 
+def equal(one: Any, other: Any) -> bool:
+    """Whether two Python objects are the same or of one type and equal; an `__eq__` that does not say is a no."""
+    if one is other:
+        return True
+    try:
+        return type(one) is type(other) and bool(one == other)
+    except Exception:  # arrays in it, say, of which each element has an answer of its own
+        return False
+
+
 def is_special(x: Any) -> bool:
     return isinstance(x, (PerReplica, Static))
 
 
 def prepared(placement: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, tuple[Any, ...]]:
     """The call as a program takes it; most calls can go as they are."""
-    leaves = jax.tree.leaves((args, kwargs), is_leaf=lambda x: type(x) is PerReplica and x.form == PARTS)
+    try:
+        leaves = jax.tree.leaves((args, kwargs), is_leaf=lambda x: type(x) is PerReplica and x.form == PARTS)
+    except ValueError as error:
+        raise _errors.not_a_tree("an argument", error) from error
     if _TRACEABLE.issuperset(map(type, leaves)) and all(
         fits_device(leaf.dtype) for leaf in leaves if type(leaf) is np.ndarray
     ):
@@ -78,13 +91,13 @@ def _prepare(placement: Placement, args: Any, kwargs: Any) -> tuple[Any, Any, tu
         if kind is PerReplica:
             return _laid(placement, path, leaf) if leaf.form == PARTS else leaf
         if isinstance(leaf, np.ndarray) and not fits_device(leaf.dtype):
-            raise _errors.no_array_of_jax(jax.tree_util.keystr(path), leaf)
+            raise _errors.no_array_of_jax(where(path), leaf)
         if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, *_NUMBERS)) and kind not in (bool, np.str_, np.bytes_):
             return leaf
         try:
             hash(leaf)
         except TypeError:
-            raise _errors.unhashable_argument(jax.tree_util.keystr(path), leaf) from None
+            raise _errors.unhashable_argument(where(path), leaf) from None
         statics.append(Static(leaf))
         return statics[-1]
 
@@ -95,10 +108,83 @@ def _prepare(placement: Placement, args: Any, kwargs: Any) -> tuple[Any, Any, tu
 
 
 def _laid(placement: Placement, path: Any, value: PerReplica) -> PerReplica:
+    parts, replicas = len(value.data), len(placement.local_replicas)
+    if parts != replicas:
+        raise _errors.wrong_number_of_components(where(path), parts, replicas)
     laid = lay_out(placement, value.data)
     if laid.form == PARTS:
-        raise _errors.ragged_argument(jax.tree_util.keystr(path), value)
+        raise _errors.ragged_argument(where(path), value)
     return laid
+
+
+def where(path: Any) -> str:
+    """What the user calls the leaf at this path of ``(args, kwargs)``: ``args[0]['image']``."""
+    return ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
+
+
+def check_call(fn: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and the keyword arguments of a call of `run`, whatever the user wrote them as."""
+    if not callable(fn):
+        raise _errors.step_not_callable(fn)
+    if not isinstance(args, (list, tuple)):
+        raise _errors.arguments_not_a_list(args)
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise _errors.keywords_not_a_mapping(kwargs)
+    return tuple(args), dict(kwargs or {})
+
+
+def refuse_unusable(fn: Callable[..., Any], args: Any, kwargs: Any, cause: Exception | None = None) -> None:
+    """Raises if an argument can be no input of a step: a number too large, an iterator, a buffer that is gone."""
+    try:
+        leaves = jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=is_special)
+    except ValueError as error:
+        raise _errors.not_a_tree("an argument", error) from error
+    for path, leaf in leaves:
+        value = leaf.data if isinstance(leaf, PerReplica) else leaf
+        if isinstance(value.value if isinstance(value, Static) else value, Iterator):
+            raise _errors.iterator_as_argument(fn, where(path))
+        if isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted():
+            raise _errors.deleted_argument(fn, where(path), value) from cause
+        if type(value) is int:
+            limits = jax.numpy.iinfo(jax.dtypes.canonicalize_dtype(int))
+            if not limits.min <= value <= limits.max:
+                raise _errors.number_too_large(fn, where(path), value, limits) from cause
+
+
+def refuse_donated_twice(fn: Callable[..., Any], donated: Any, call: Any) -> None:
+    """Raises if a buffer that is donated is an argument for a second time: XLA ends the process over it."""
+    ids = list(map(id, jax.tree.leaves(call)))
+    if len(set(ids)) == len(ids):
+        return
+    named = [(where(path), id(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(call)]
+    for leaf in jax.tree.leaves(donated):
+        places = [place for place, it in named if it == id(leaf)]
+        if isinstance(leaf, jax.Array) and len(places) > 1:
+            raise _errors.donated_twice(fn, places)
+
+
+def refuse_unrun(fn: Callable[..., Any], out: Any) -> None:
+    """Raises if what the step returned shows that its body has not run."""
+    if inspect.isgenerator(out) or inspect.isasyncgen(out):
+        raise _errors.body_not_run(fn, "a generator")
+    if inspect.iscoroutine(out):
+        out.close()  # or Python warns that nobody awaited it
+        raise _errors.body_not_run(fn, "a coroutine")
+
+
+def refuse_hidden_arrays(fn: Callable[..., Any], leaf: Any) -> None:
+    """Raises if a result that is no array is an object of the user's with arrays of the step in it."""
+    held = getattr(leaf, "__dict__", None)
+    inside = dict(held) if isinstance(held, dict) and not isinstance(leaf, type) else {}
+    if inspect.isfunction(leaf):
+        inside = inspect.getclosurevars(leaf).nonlocals
+    hidden = [name for name, value in inside.items() if any(map(_is_tracer, jax.tree.leaves(value)))]
+    if hidden:
+        raise _errors.hidden_arrays(fn, leaf, hidden)
+
+
+def _is_tracer(x: Any) -> bool:
+    return isinstance(x, Tracer)
 
 
 def aval(leaf: Any) -> Any:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dis
 import enum
 import functools
 import types
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from replicax import _errors
 from replicax._context import Kind
+from replicax._locality import warn_user
+from replicax._run.captured import global_names
 from replicax._run.program import Program
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum)
 class Programs:
     """The programs of one strategy.
 
-    A function object has its program. A lambda or inner function that is made anew at every step is a new object each
-    time, so it is also looked up by what it consists of: its code, the objects in its closure, its defaults and the
-    globals that it reads. In a notebook it is these that change from one making to the next.
+    A function object has its program, as long as the data that it captures stays what it is. A lambda or inner function
+    that is made anew at every step is a new object each time, so it is also looked up by what it consists of: its code,
+    the objects in its closure, its defaults and the globals that it names.
     """
 
     def __init__(self, strategy: Strategy, kind: Kind = Kind.REPLICA, make: type[Program] = Program) -> None:
@@ -45,72 +45,120 @@ class Programs:
 
     def get(self, fn: Any) -> Program | None:
         """The program of a function that was called before, without statics or options. The fast path."""
-        return self._by_call.get(fn)
+        try:
+            program = self._by_call.get(fn)
+        except TypeError:  # a callable object that has no hash
+            return None
+        if program is not None and program.captured and program.captured.changed():
+            return None
+        return program
 
     def find(self, fn: Callable[..., Any], statics: tuple[Any, ...] = (), donate: Sequence[int] = ()) -> Program:
         """The program of this function for these static arguments; made if need be."""
-        key = (fn, statics, tuple(donate)) if statics or donate else fn
+        own = fn if _is_hashable(fn) else _Itself(fn)
+        key = (own, statics, tuple(donate)) if statics or donate else own
         program = self._by_call.get(key)
-        if program is not None:
-            return program
-        contents = _contents(fn)
-        if contents is not None:
-            contents = (contents, statics, tuple(donate))
-            known = self._by_contents.get(contents)
-            program = known[0] if known else None
-        if program is None:
-            program = self._make(self._strategy, fn, self._kind, donate)
-            if contents is not None:
-                # What the key knows by its id is kept, so that the id stays taken as long as the entry lives.
-                self._by_contents[contents] = (program, (fn, _globals_read(fn)))
-            self._count(fn, statics)
-        self._by_call[key] = program
-        self._trim()
+        if program is None or program.captured and program.captured.changed():
+            program = self._by_call[key] = self._look_up(fn, statics, tuple(donate), program)
+            self._trim()
         return program
 
-    def _count(self, fn: Any, statics: tuple[Any, ...]) -> None:
-        code = getattr(fn, "__code__", None)
-        if code is None or statics:
+    def forget(self, fn: Callable[..., Any]) -> None:
+        """Drops the programs of a function that turned out to belong to another strategy, as if they had never been."""
+        self._by_call = {key: program for key, program in self._by_call.items() if program.fn is not fn}
+        self._by_contents = {key: entry for key, entry in self._by_contents.items() if entry[0].fn is not fn}
+        self._copies[_code(fn)] = max(0, self._copies[_code(fn)] - 1)
+
+    def _look_up(
+        self, fn: Callable[..., Any], statics: tuple[Any, ...], donate: tuple[int, ...], before: Program | None
+    ) -> Program:
+        """A program of a function that looks the same, or a new one."""
+        contents = _Contents()
+        key = (contents.of(fn), statics, donate)
+        known = self._by_contents.get(key)
+        if known is not None and not known[0].captured.changed():
+            return known[0]
+        program = self._make(self._strategy, fn, self._kind, donate)
+        if before is not None and fn in (before.fn, getattr(before.fn, "__wrapped__", None)):
+            program.memory = before.memory  # the variables that the step made are still those
+        if key[0] is not None:
+            self._by_contents[key] = program, contents.kept
+        self._count(fn, statics, before.captured.changed() if before is not None else [])
+        return program
+
+    def _count(self, fn: Any, statics: tuple[Any, ...], changed: list[str]) -> None:
+        if statics and not changed or not changed and not isinstance(fn, types.FunctionType):
             return
-        self._copies[code] += 1
-        if self._copies[code] == MANY_COPIES:
-            warnings.warn(_errors.many_copies(fn, MANY_COPIES), stacklevel=5)
+        self._copies[_code(fn)] += 1
+        if self._copies[_code(fn)] == MANY_COPIES:
+            warn_user(_errors.many_copies(fn, MANY_COPIES, changed))
 
     def _trim(self) -> None:
-        while len(self._by_call) > MOST:
-            gone = self._by_call.pop(next(iter(self._by_call)))
-            for contents in [key for key, (program, _) in self._by_contents.items() if program is gone]:
-                del self._by_contents[contents]
+        for programs in (self._by_call, self._by_contents):
+            while len(programs) > MOST:
+                programs.pop(next(iter(programs)))
 
 
-def _contents(fn: Any) -> Any:
-    """What a function or a `functools.partial` consists of; None for other callables and what cannot be compared."""
-    if isinstance(fn, functools.partial):
-        inner = _contents(fn.func)
-        bound = [*enumerate(fn.args), *fn.keywords.items()]
-        if inner is None or not all(isinstance(value, _PLAIN) for _, value in bound):
-            return None
-        return inner, tuple((name, type(value), value) for name, value in bound)
-    if not isinstance(fn, types.FunctionType):
-        return None
+def _code(fn: Any) -> Any:
+    """What functions have in common that were made by the same lines."""
+    return getattr(fn, "__code__", type(fn))
+
+
+class _Itself:
+    """A callable that has no hash, as a key: it is equal to itself alone."""
+
+    __slots__ = ("fn",)
+
+    def __init__(self, fn: Any) -> None:
+        self.fn = fn
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other.fn is self.fn
+
+    def __hash__(self) -> int:
+        return id(self.fn)
+
+
+def _is_hashable(fn: Any) -> bool:
     try:
-        cells = tuple(id(cell.cell_contents) for cell in fn.__closure__ or ())
-    except ValueError:  # a cell that is still empty: a function that refers to itself before it is bound
-        return None
-    defaults = tuple(map(id, fn.__defaults__ or ()))
-    keywords = tuple((name, id(value)) for name, value in (fn.__kwdefaults__ or {}).items())
-    return fn.__code__, cells, defaults, keywords, id(fn.__globals__), tuple(map(id, _globals_read(fn)))
+        hash(fn)
+    except TypeError:
+        return False
+    return True
 
 
-def _globals_read(fn: Any) -> list[Any]:
-    """What the globals that a function mentions, or its inner functions do, stand for now."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return [fn.__globals__.get(name) for name in _global_names(fn.__code__)]
+class _Contents:
+    """What a function or a `functools.partial` consists of, as a key.
 
+    Plain values count as what they are and everything else as the object that it is; those objects are `kept`, so that
+    their ids stay taken as long as the key is in use.
+    """
 
-@functools.lru_cache(maxsize=4 * MOST)
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    own = [i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
-    return tuple(dict.fromkeys([*own, *(name for constant in inner for name in _global_names(constant))]))
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+
+    def of(self, fn: Any) -> Any:
+        """The key; None for other callables and what cannot be compared."""
+        if isinstance(fn, functools.partial):
+            inner = self.of(fn.func)
+            bound = [*enumerate(fn.args), *fn.keywords.items()]
+            if inner is None or not all(isinstance(value, _PLAIN) for _, value in bound):
+                return None
+            return inner, tuple((name, self._part(value)) for name, value in bound)
+        if not isinstance(fn, types.FunctionType):
+            return None
+        try:
+            cells = tuple(self._part(cell.cell_contents) for cell in fn.__closure__ or ())
+        except ValueError:  # a cell that is still empty: a function that refers to itself before it is bound
+            return None
+        defaults = tuple(map(self._part, fn.__defaults__ or ()))
+        keywords = tuple((name, self._part(value)) for name, value in (fn.__kwdefaults__ or {}).items())
+        space = fn.__globals__
+        named = tuple(self._part(space[name]) for name in global_names(fn.__code__) if name in space)
+        return fn.__code__, cells, defaults, keywords, named, id(space)
+
+    def _part(self, value: Any) -> Any:
+        if isinstance(value, _PLAIN):
+            return type(value), value
+        self.kept.append(value)
+        return id(value)

@@ -38,7 +38,7 @@ from replicax._host import dispatch_lock
 from replicax._locality import call_site, differs, origin_of
 from replicax._options import CommunicationOptions, ReduceOp, RunOptions, VariableAggregation
 from replicax._placement import AXIS, Placement
-from replicax._run.arguments import Static, checks, names
+from replicax._run.arguments import checks, equal, names, refuse_hidden_arrays, refuse_unrun, refuse_unusable
 from replicax._run.copies import Copies, same_bits
 from replicax._run.operations import EagerArray, EagerTrace, Tape, concrete
 from replicax._run.rendezvous import Call, Rendezvous
@@ -57,6 +57,8 @@ def run(
     strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: RunOptions
 ) -> Any:
     """Runs `fn` once per replica, each on a thread of its own, and merges what they return."""
+    if _jax.trace_context.trace is not _jax.no_trace:
+        raise _errors.eager_under_transformation(fn)
     with dispatch_lock:
         return EagerRun(strategy, fn, options.concurrent).carry_out(args, kwargs)
 
@@ -83,7 +85,9 @@ class EagerRun:
     def carry_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for check in checks:
             check(self.fn, (args, kwargs))
+        refuse_unusable(self.fn, args, kwargs)
         outs = self.each(self.fn, self._handed_out(args, kwargs))
+        refuse_unrun(self.fn, outs[0])
         results = Results(self, outs)
         self.copies.commit(self.fn)
         return results.merged()
@@ -423,6 +427,7 @@ class Results:
         placement = self._run.placement
         values = [concrete(part) for part in parts]
         if not all(map(_is_array, values)):
+            refuse_hidden_arrays(self._run.fn, parts[0])
             return parts[0] if _all_equal(parts) else lay_out(placement, values)
         if not differs and same_bits(values):
             return jax.device_put(values[0], placement.mirrored)
@@ -485,7 +490,7 @@ def _component(value: Any, ledger: EagerLedger, label: str) -> Any:
     else:
         parts = [block.reshape(block.shape[1:]) if value.form == STACKED else block for block in _blocks(value.data)]
     if len(parts) != len(ledger.run.ledgers):
-        raise _errors.wrong_number_of_components(label, len(parts), len(ledger.run.ledgers))
+        raise _errors.wrong_number_of_components(f"argument {label}", len(parts), len(ledger.run.ledgers))
     return parts[ledger.index]
 
 
@@ -512,4 +517,4 @@ def _is_array(x: Any) -> bool:
 def _all_equal(parts: Sequence[Any]) -> bool:
     if all(isinstance(part, (np.ndarray, np.generic)) for part in parts):
         return same_bits(parts)
-    return all(Static(part) == Static(parts[0]) for part in parts)
+    return all(equal(part, parts[0]) for part in parts)

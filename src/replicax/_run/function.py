@@ -51,6 +51,7 @@ def function(fn: Callable[P, R]) -> Callable[P, R]:
         try:
             return _carry_out(strategy, fn, args, kwargs)
         except OtherStrategy as other:
+            strategy.functions.forget(fn)
             learnt.append(other.strategy)
             return _carry_out(other.strategy, fn, args, kwargs)
 

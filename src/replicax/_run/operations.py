@@ -31,9 +31,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 from jax.sharding import PartitionSpec
@@ -230,12 +232,20 @@ def _together(primitive: Any, params: dict[str, Any], placement: Placement, brou
     kinds = [", ".join(jax.typeof(operand).str_short() for operand in operands) for operands in brought]
     if len(set(kinds)) > 1:
         raise _errors.different_operands(_what(primitive, params), kinds)
-    with _jax.outside_of_traces(), jax.disable_jit(False):
+    # JAX would look for a NaN's origin inside of the program, line by line, and come to no end.
+    with _jax.outside_of_traces(), jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
         laid = [lay_out(placement, parts) for parts in zip(*brought, strict=True)]
         program = _program(placement, primitive, _Params(str(params), params), tuple(value.form for value in laid))
         columns = [components(PerReplica(result, STACKED)) for result in program(*(value.data for value in laid))]
+    for name, is_wrong in (("nan", jnp.isnan), ("inf", jnp.isinf)):
+        if getattr(jax.config, f"jax_debug_{name}s") and any(_holds(is_wrong, part) for part in chain(*columns)):
+            raise FloatingPointError(f"invalid value ({name}) encountered in {_what(primitive, params)}")
     shares = [list(share) for share in zip(*columns, strict=True)]
     return shares if primitive.multiple_results else [share[0] for share in shares]
+
+
+def _holds(is_wrong: Callable[..., jax.Array], array: jax.Array) -> bool:
+    return jnp.issubdtype(array.dtype, jnp.inexact) and bool(is_wrong(array).any())
 
 
 @dataclasses.dataclass(frozen=True)

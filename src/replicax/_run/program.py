@@ -7,19 +7,21 @@ shapes apart; Python is asked again only for a call of a kind that was never see
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
-from replicax import _errors
+from replicax import _errors, _jax
 from replicax._context import Kind
 from replicax._host import dispatch_lock
+from replicax._locality import warn_user
 from replicax._placement import Placement
 from replicax._run import arguments, central, emit, trace
+from replicax._run.captured import Captured
 from replicax._run.trace import Memory, Step
 from replicax._values import PerReplica, uniform
 from replicax._variables import storage
@@ -41,6 +43,10 @@ class _Unseen(Exception):
     """The compiled function was called with arguments of a kind that was never traced."""
 
 
+_TROUBLES = (_Unseen, ValueError, TypeError, OverflowError, RuntimeError)
+"""What a compiled function raises before or instead of doing its work: about its arguments, most of the time."""
+
+
 class Program:
     """One function under one strategy, traced and compiled as calls ask for it."""
 
@@ -52,7 +58,8 @@ class Program:
         self.fn = fn
         self.kind = kind
         self.donate = tuple(donate)
-        self._memory = Memory()
+        self.memory = Memory()
+        self.captured = Captured()
         self._steps: dict[Any, Step] = {}
         self._written: list[Variable] = []
         self._read: list[Variable] = []
@@ -69,13 +76,17 @@ class Program:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with dispatch_lock:
-            if self._exports != storage.Exports.count or not self._simple:
+            if (
+                self._exports != storage.Exports.count
+                or not self._simple
+                or _jax.trace_context.trace is not _jax.no_trace
+            ):
                 return self._call_with_care(args, kwargs)
             try:
                 new, out = self._compiled(
                     [v._array for v in self._written], (), [v._array for v in self._read], self._constants, args, kwargs
                 )
-            except (_Unseen, ValueError) as error:
+            except _TROUBLES as error:
                 trouble = error
             else:
                 for variable, array in zip(self._written, new, strict=False):
@@ -97,19 +108,28 @@ class Program:
     # -- the slower ways in and out
 
     def _call_with_care(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As `__call__`, for variables that were handed out or rest elsewhere, donated arguments, and padded batches."""
+        """As `__call__`, for variables that were handed out or rest elsewhere, donated arguments, padded batches, and calls
+        from inside a transformation."""
+        _refuse_foreign_trace(self._written, self._read)
         self._take_back_exports()
         if self._averages_padding:
             self._refuse_padding(args, kwargs)
         donated, rest = self._split_donated(args)
+        if self.donate:
+            arguments.refuse_donated_twice(self.fn, donated, (args, kwargs))
+            storage.release(donated)
         try:
             new, out = self._compiled(
                 self._brought(self._written), donated, self._brought(self._read),
                 self._constants, rest, kwargs,
             )  # fmt: skip
-        except (_Unseen, ValueError) as error:
+        except _TROUBLES as error:
             trouble = error
         else:
+            _delete(donated)
+            for variable, array in zip(self._written, new, strict=True):
+                if isinstance(array, Tracer):
+                    raise _errors.assigned_under_transformation(variable)
             for variable, array in zip(self._written, new, strict=True):
                 self._send(variable, array)
             if self._divided:
@@ -122,6 +142,10 @@ class Program:
         if isinstance(trouble, _Unseen):
             self._learn(args, kwargs)
             return args, kwargs
+        arguments.refuse_unusable(self.fn, args, kwargs, trouble)
+        for variable in [*self._written, *self._read]:
+            if not isinstance(variable._array, Tracer) and variable._array.is_deleted():
+                raise _errors.variable_without_value(variable) from trouble
         return self._placed(args, kwargs, trouble)
 
     def _rests_here(self, variable: Variable) -> bool:
@@ -153,6 +177,8 @@ class Program:
     def _split_donated(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         if not self.donate:
             return (), args
+        if not all(0 <= i < len(args) for i in self.donate):
+            raise _errors.donated_position(self.donate, len(args))
         donated = tuple(args[i] for i in self.donate)
         return donated, tuple(None if i in self.donate else arg for i, arg in enumerate(args))
 
@@ -171,7 +197,7 @@ class Program:
         def place(path: Any, leaf: Any) -> Any:
             if isinstance(leaf, PerReplica):
                 if isinstance(leaf.data, jax.Array) and set(leaf.data.devices()) != here:
-                    raise _errors.other_devices(jax.tree_util.keystr(path), leaf.data, self.strategy) from error
+                    raise _errors.other_devices(arguments.where(path), leaf.data, self.strategy) from error
                 return leaf
             if isinstance(leaf, jax.Array) and set(leaf.devices()) != here:
                 return jax.device_put(leaf, mirrored)
@@ -196,12 +222,33 @@ class Program:
 
     def _learn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Traces the function for arguments like these and makes room for the variables it turned out to use."""
+        arguments.refuse_unusable(self.fn, args, kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
-        whole = self._trace(args, kwargs)
+        made = len(self.memory.created)
+        try:
+            whole = self._trace(args, kwargs)
+            self._take_in(whole, leaves, tree)
+            if whole.created:
+                self._initialise(whole, leaves)
+        except BaseException:
+            self._abandon(made)
+            raise
+
+    def _abandon(self, made: int) -> None:
+        """Forgets the variables of a first call that failed. Those that were to start from traced values have none."""
+        for variable in self.memory.created[made:]:
+            if variable in self.memory.awaited:
+                variable._array.delete()
+        del self.memory.created[made:]
+
+    def _take_in(self, whole: Step, leaves: list[Any], tree: Any) -> None:
+        """Makes room for the variables of a step that has been traced, and for its constants."""
+        _refuse_foreign_trace(whole.written, whole.variables)
+        self.captured = Captured(self.fn)
         step = central.cut(whole, self.placement) if self._divided else whole
         self._steps[self._key(leaves, tree)] = step
         if len(self._steps) == MANY_TRACES:
-            warnings.warn(_errors.many_traces(self.fn, list(self._steps)), stacklevel=5)
+            warn_user(_errors.many_traces(self.fn, list(self._steps)))
         self._returns_statics |= any(result.output is None for result in step.results)
         self._averages_padding |= step.averages_padding is not None
         written = dict.fromkeys([*self._written, *step.written])
@@ -213,17 +260,16 @@ class Program:
         if self._hoist(step) or grown or self._compiled is _unseen:
             self._compiled = self._build()
         self._take_back_exports()
-        if whole.created:
-            self._initialise(whole, leaves)
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
-        return trace.trace(self.strategy, self.fn, self.kind, args, kwargs, self._memory)
+        return trace.trace(self.strategy, self.fn, self.kind, args, kwargs, self.memory)
 
     def _hoist(self, step: Step) -> bool:
         known = {id(constant) for constant in self._hoisted}
         new = [s.item for s in step.sources if _is_large(s) and id(s.item) not in known]
         self._hoisted += new
-        self._constants += [jax.device_put(constant, self.placement.mirrored) for constant in new]
+        with _jax.on_host():
+            self._constants += [jax.device_put(constant, self.placement.mirrored) for constant in new]
         return bool(new)
 
     def _key(self, leaves: list[Any], tree: Any) -> Any:
@@ -234,6 +280,9 @@ class Program:
         def entry(
             written: list[Any], donated: tuple[Any, ...], read: list[Any], constants: list[Any], args: Any, kwargs: Any
         ) -> tuple[list[Any], Any]:
+            if _jax.trace_context.trace is _jax.no_trace:
+                # JAX found a NaN and calls this as plain Python, to see where it comes from. `_run` finds it better.
+                raise FloatingPointError("a value that is not a number")
             leaves, tree = jax.tree.flatten((self._join_donated(donated, args), kwargs))
             step = self._steps.get(self._key(leaves, tree))
             if step is None:
@@ -286,6 +335,7 @@ class Program:
         program = jax.jit(lambda values: emit.initial_values(step, self.placement, values, cut))
         for variable, value in zip(step.created, program(values), strict=True):
             storage.host_write(variable, value)
+            self.memory.awaited.discard(variable)
 
     def _at_rest(self, variable: Variable, array: Any) -> Any:
         """Leaves a variable in its own layout, where XLA might choose another one."""
@@ -298,6 +348,20 @@ class Program:
     def _apart(self, array: Any) -> Any:
         """Gives each device of a replica the replica's whole block of a per-replica value."""
         return lax.with_sharding_constraint(array, self.placement.split) if self.placement.auto_axes else array
+
+
+def _delete(donated: Any) -> None:
+    """Makes donated arrays say that they are gone. Their buffers are, but handed to JAX again, such an array of several
+    devices ends the process (jax 0.10)."""
+    for leaf in jax.tree.leaves(donated):
+        if type(leaf) is _jax.ConcreteArray:
+            leaf.delete()
+
+
+def _refuse_foreign_trace(written: Sequence[Variable], read: Sequence[Variable]) -> None:
+    """A `jax.jit` around the run would take the variables' values for constants and leave its own arrays in them."""
+    if (written or read) and _jax.is_staging():
+        raise _errors.foreign_jit((*written, *read)[0], "assign" if written else "read")
 
 
 def _unseen(*args: Any) -> Any:

@@ -134,6 +134,8 @@ class Memory:
 
     referenced: set[Variable] = dataclasses.field(default_factory=set)
     created: list[Variable] = dataclasses.field(default_factory=list)
+    awaited: set[Variable] = dataclasses.field(default_factory=set)
+    """Those among them whose first value has not been computed yet."""
 
 
 class _Recording:
@@ -148,7 +150,7 @@ class _Recording:
 
     def body(self, leaves: list[Any]) -> list[Any]:
         self.ledger = ledger = TracedLedger(
-            self.strategy, _Recording.body.__code__, self.memory.referenced, self.memory.created
+            self.strategy, _Recording.body.__code__, self.memory.referenced, self.memory.created, self.memory.awaited
         )
         args, kwargs = self._arguments(leaves)
         if self.kind is Kind.REPLICA:
@@ -157,13 +159,19 @@ class _Recording:
             mode = Mode(self.strategy, self.kind, ledger)
         with _context.push(mode):
             out = self.fn(*args, **kwargs)
-        leaves, self.out_tree = jax.tree.flatten(out, is_leaf=is_per_replica)
+        arguments.refuse_unrun(self.fn, out)
+        try:
+            leaves, self.out_tree = jax.tree.flatten(out, is_leaf=is_per_replica)
+        except ValueError as error:
+            raise _errors.not_a_tree("a result", error) from error
         arrays: list[Any] = []
         self.wrapped: list[bool] = []
         self.results = [self._result(leaf, arrays) for leaf in leaves]
         self.outputs = len(arrays)
         self.written = tuple(ledger.writes)
-        return arrays + [ledger.final(v) for v in self.written] + list(ledger.initial.values())
+        outputs = arrays + [ledger.final(v) for v in self.written] + list(ledger.initial.values())
+        ledger.close()
+        return outputs
 
     def _arguments(self, leaves: list[Any]) -> Any:
         """The local leaves as the function expects them, with the validity masks bound to the ledger."""
@@ -182,8 +190,11 @@ class _Recording:
         return jax.tree.map(open_up, tree, is_leaf=arguments.is_special)
 
     def _result(self, leaf: Any, arrays: list[Any]) -> Result:
+        if isinstance(leaf, PerReplica) and leaf.form != TRACED:
+            return Result(static=leaf)  # made on the host: it is already what it shall be
         value = leaf.data if isinstance(leaf, PerReplica) else leaf
         if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
+            arguments.refuse_hidden_arrays(self.fn, leaf)
             return Result(static=leaf)
         arrays.append(jax.numpy.asarray(value))
         self.wrapped.append(isinstance(leaf, PerReplica))

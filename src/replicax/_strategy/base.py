@@ -213,8 +213,9 @@ class Strategy:
         >>> "all_reduce" in strategy.lower(step, (jnp.ones(3),)).as_text()
         True
         """
-        call = _run.arguments.prepared(self.placement, _run.check_arguments(args), kwargs or {})
-        positional, named, statics = call
+        _context.require_cross(self, "strategy.lower(...)")
+        call = _run.arguments.check_call(fn, args, kwargs)
+        positional, named, statics = _run.arguments.prepared(self.placement, *call)
         return self.programs.find(fn, statics).lower(positional, named)
 
     # -- combining

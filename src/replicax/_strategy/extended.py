@@ -48,6 +48,9 @@ class StrategyExtended:
     def __init__(self, container_strategy: Strategy) -> None:
         self._strategy = container_strategy
 
+    def __repr__(self) -> str:
+        return f"<rx.StrategyExtended of {self._strategy!r}>"
+
     # -- combining
 
     def reduce_to(

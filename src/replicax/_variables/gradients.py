@@ -8,6 +8,8 @@ from typing import Any
 import jax
 
 from replicax import _context, _errors
+from replicax._context import Kind
+from replicax._options import ReduceOp
 from replicax._variables import overlay, storage
 from replicax._variables.variable import Variable
 
@@ -54,6 +56,10 @@ def value_and_grad(
         (value, (aux, new)), grads = jax.value_and_grad(inner, has_aux=True)([v.value for v in flat])
         for variable, array in zip(written, new, strict=True):
             _write_through(variable, array)
+        mode = _context.current()
+        if mode is not None and mode.ledger is not None and mode.kind is Kind.CROSS:
+            # The function speaks for all replicas. Each differentiated its own copy of the value, which is N of them.
+            grads = mode.ledger.all_reduce(ReduceOp.MEAN, grads, None)
         return ((value, aux) if has_aux else value), jax.tree.unflatten(tree, grads)
 
     return call

@@ -7,6 +7,7 @@ axis, laid over the replicas. The arrays are donated to compiled steps, so an ar
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,12 @@ if TYPE_CHECKING:
 
 
 class Exports:
-    """How many arrays of variables were handed out since the process began; a program compares before it donates."""
+    """Arrays of variables that are in others' hands."""
 
     count = 0
+    """How many were handed out since the process began; a program compares before it donates."""
+    variables: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
+    """Those whose array is out now, by their id."""
 
 
 def initial_array(initial: Any, dtype: Any, shape: Sequence[int] | None, name: str) -> jax.Array:
@@ -79,13 +83,15 @@ def host_write(variable: Variable, value: jax.Array) -> None:
         variable._array = jax.device_put(value, variable.placement.split)
     else:
         variable._array = rest(variable, value)
-    variable._shared = False
+    _unshared(variable)
 
 
 def share(variable: Variable) -> None:
     """Notes that somebody else may hold the array, so that it is copied before a step may donate it."""
     Exports.count += 1
-    variable._shared = True
+    if not variable._shared:
+        variable._shared = True
+        Exports.variables[id(variable)] = variable
 
 
 def host_value(variable: Variable) -> jax.Array:
@@ -149,7 +155,21 @@ def unshare(variable: Variable) -> None:
     """Makes sure nobody else holds the array, so that it can be donated."""
     if variable._shared:
         variable._array = jnp.copy(variable._array)
-        variable._shared = False
+        _unshared(variable)
+
+
+def release(donated: Any) -> None:
+    """Before a step takes over the buffers of arguments: variables whose arrays are among them get their own."""
+    buffers = set(map(id, jax.tree.leaves(donated)))
+    for reference in Exports.variables.valuerefs() if buffers else ():
+        variable = reference()
+        if variable is not None and id(variable._array) in buffers:
+            unshare(variable)
+
+
+def _unshared(variable: Variable) -> None:
+    variable._shared = False
+    Exports.variables.pop(id(variable), None)
 
 
 def stand_in(variable: Variable) -> jax.Array:
