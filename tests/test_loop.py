@@ -8,6 +8,7 @@ import textwrap
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import replicax as rx
@@ -77,6 +78,61 @@ def test_the_same_command_goes_on_where_it_was(strategy, tmp_path):
     assert float(again.total) == 4 * (15 + 15 + 3)
 
 
+@pytest.mark.parametrize("epoch_ends_at", [5, 10])
+def test_goes_on_after_the_last_batch_of_a_pass(strategy, tmp_path, epoch_ends_at):
+    first = Summing(strategy)
+    first.fit(steps=epoch_ends_at, manager=first.manager(tmp_path))
+
+    again = Summing(strategy)
+    run = again.fit(steps=12, manager=again.manager(tmp_path))
+
+    assert (run.step, float(again.total)) == (12, 4 * (15 + 15 + 3))
+
+
+def test_shuffled_passes_go_on_bit_for_bit(tmp_path):
+    """Each pass has an order of its own; the run is cut in the middle of one, at its end, and in the next one."""
+    rows = np.random.default_rng(0).standard_normal((11, 3)).astype(np.float32)
+    strategy = rx.MirroredStrategy(jax.devices()[:2])
+
+    def trained(directory, *ends):
+        for end in ends:
+            data = strategy.distribute_dataset(rx.data.from_arrays(rows, batch_size=4, shuffle=5))
+            with strategy.scope():
+                w = rx.Variable(np.ones(3, np.float32))
+                opt = rx.Optimizer(optax.adam(0.1), gradients="mean")
+
+            def step(x, w=w, opt=opt):
+                loss, gradients = rx.value_and_grad(lambda: rx.mean((x @ w.value) ** 2), [w])()
+                opt.apply_gradients(zip(gradients, [w], strict=True))
+                return loss
+
+            manager = rx.CheckpointManager(rx.Checkpoint(w=w, opt=opt, data=data), directory)
+            rx.train.fit(step, data, steps=end, manager=manager, progress=False)
+        return w.numpy().tobytes()
+
+    assert trained(tmp_path / "cut", 2, 3, 5, 12) == trained(tmp_path / "whole", 12)
+
+
+def test_data_that_begins_anew_is_told(strategy, tmp_path):
+    def manager(model):
+        return rx.CheckpointManager(rx.Checkpoint(total=model.total), tmp_path)
+
+    first, again = Summing(strategy), Summing(strategy)
+    first.fit(steps=2, manager=manager(first))
+
+    with pytest.warns(RuntimeWarning, match=r"after step 2, but its data begins anew(?s:.*)data=dataset"):
+        again.fit(steps=3, manager=manager(again))
+    assert float(again.total) == 4 * (1 + 2 + 1)
+
+
+def test_without_a_scope_the_strategy_of_the_dataset_is_used():
+    model = Summing(rx.MirroredStrategy(jax.devices()[:2]))
+
+    run = rx.train.fit(model.step, model.data, progress=False)
+
+    assert (run.step, run.numbers) == (5, {"loss": 5.0})
+
+
 def test_saves_every_few_steps_and_at_the_end(strategy, tmp_path):
     model = Summing(strategy)
     manager = model.manager(tmp_path)
@@ -114,6 +170,19 @@ def test_a_dict_of_numbers_is_reported_by_name(strategy):
     assert run.numbers == {"a": 1.0, "b": 1.0}
 
 
+def read_events(directory):
+    """(step, tag, value) of each number in TensorBoard's file: records of a length, a digest, an event and a digest."""
+    from tensorboardX.proto import event_pb2
+
+    (file,) = directory.iterdir()
+    content, at = file.read_bytes(), 0
+    while at < len(content):
+        length = int.from_bytes(content[at : at + 8], "little")
+        event = event_pb2.Event.FromString(content[at + 12 : at + 12 + length])
+        yield from ((event.step, value.tag, value.simple_value) for value in event.summary.value)
+        at += length + 16
+
+
 def test_writes_tensorboard_events(tmp_path, monkeypatch):
     model = Summing(rx.OneDeviceStrategy("cpu:0"))
 
@@ -122,8 +191,9 @@ def test_writes_tensorboard_events(tmp_path, monkeypatch):
         pytest.importorskip("tensorboardX")
         model.fit(log_dir=str(tmp_path / "log"), report_every=1)
 
-    (file,) = (tmp_path / "log").iterdir()
-    assert file.read_bytes().count(b"loss") == 5
+        events = list(read_events(tmp_path / "log"))
+
+    assert events == [(i, "loss", float(i)) for i in range(1, 6)]
 
 
 def test_without_tensorboardx_one_line_says_how_to_get_it(tmp_path, monkeypatch):
@@ -149,6 +219,46 @@ def test_a_generator_cannot_be_gone_through_again():
 
     with strategy.scope(), pytest.raises((ValueError, RuntimeError)):
         rx.train.fit(lambda x: None, (np.ones(2) for _ in range(3)), steps=10, progress=False)
+
+
+WRONG = {
+    "step=None": dict(step=None),
+    "steps=-1": dict(steps=-1),
+    "report_every=0": dict(report_every=0),
+    "save_every=2.5": dict(save_every=2.5),
+    "evaluate_every=3  has nothing to call": dict(evaluate_every=3),
+    "manager='runs'": dict(manager="runs"),
+    "stop=3": dict(stop=3),
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_wrong_arguments_are_named_before_the_first_step(line):
+    def step(x):
+        raise AssertionError("a step was taken")
+
+    with pytest.raises(ValueError, match=f"cannot work with these arguments:\n\n  {line}"):
+        rx.train.fit(dataset=[np.ones(2)], progress=False, **{"step": step} | WRONG[line])
+
+
+@pytest.mark.parametrize(
+    ("returned", "line"),
+    [
+        (lambda x: x, r"loss  float32\[2\]  "),
+        (lambda x: {"a": x.sum(), "b": "text"}, "b  str  could not convert"),
+        (lambda x: (x.sum(), x.sum()), "loss  tuple"),
+    ],
+)
+def test_what_cannot_be_reported_is_named(returned, line):
+    with pytest.raises(ValueError, match=f"what step returned cannot be reported:\n\n  {line}"):
+        rx.train.fit(returned, [np.ones(2, np.float32)], progress=False)
+
+
+def test_an_evaluation_returns_numbers_by_name():
+    with pytest.raises(ValueError, match="what evaluate returned cannot be reported:\n\n  float, which is no dict"):
+        rx.train.fit(lambda x: None, [np.ones(2)], evaluate=lambda: 3.0, progress=False)
+    with pytest.raises(ValueError, match="takes metrics by name"):
+        rx.train.evaluation(lambda x: None, [np.ones(2)], [rx.metrics.Mean()])
 
 
 def test_an_empty_dataset_is_named():

@@ -49,6 +49,8 @@ class DistributedDataset:
         self._latest: DistributedIterator | None = None
         self._unread: DistributedIterator | None = None
         self._begin_at: State | None = None
+        self.strategy: Any = None
+        """The strategy that made it, whose replicas it is for."""
 
     def __iter__(self) -> DistributedIterator:
         refuse_in_replica("iter(dataset)", "for batch in dataset: strategy.run(step, args=(batch,))")

@@ -308,7 +308,9 @@ class Strategy:
         1.5
         4.5
         """
-        return distribute.distribute_dataset(self, dataset, options)
+        made = distribute.distribute_dataset(self, dataset, options)
+        made.strategy = self
+        return made
 
     experimental_distribute_dataset = distribute_dataset
 
@@ -319,7 +321,9 @@ class Strategy:
 
         `dataset_fn` gets an `rx.InputContext`, which says which pipeline it makes and how large a replica's batch is.
         """
-        return distribute.distribute_from_function(self, dataset_fn, options)
+        made = distribute.distribute_from_function(self, dataset_fn, options)
+        made.strategy = self
+        return made
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
 

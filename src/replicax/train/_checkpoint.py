@@ -128,6 +128,11 @@ class Checkpoint:
         """`restore` under the name that tf.train.Checkpoint has for it."""
         return self.restore(path)
 
+    def holds(self, thing: Any) -> bool:
+        """Whether the state of `thing`, say of a distributed dataset, is among what is saved."""
+        found = find(self._objects, self.checkpoint_replace)
+        return any(state is thing for state in found.states.values())
+
     def checkpoint_items(self) -> Mapping[str, Any]:
         """The objects by name. With this method a checkpoint can itself be part of another one."""
         return dict(self._objects)

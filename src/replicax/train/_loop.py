@@ -7,6 +7,7 @@ import dataclasses
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -49,7 +50,7 @@ def fit(
     log_dir: str | None = None,
     progress: bool | None = None,
 ) -> Run:
-    """Runs `step` on batch after batch, under the strategy in force.
+    """Runs `step` on batch after batch, under the strategy in force, or else the one that made the dataset.
 
     For the loop that would otherwise be written anew in each program; there is nothing in it that you could not write.
     With a `manager` it begins with the newest checkpoint, so that the same command goes on where it was; put the
@@ -78,10 +79,15 @@ def fit(
     >>> run.step, run.numbers
     (5, {'loss': 0.125})
     """
-    strategy = _context.get_strategy()
-    data = dataset if is_distributed(dataset) else strategy.distribute_dataset(dataset)
+    _require_sensible(
+        step=step, steps=steps, manager=manager, save_every=save_every, evaluate=evaluate,
+        evaluate_every=evaluate_every, report_every=report_every, stop=stop,
+    )  # fmt: skip
+    strategy, data = _distributed(dataset)
     loop = _Loop(strategy, report_every, manager, save_every, evaluate, evaluate_every, stop)
     done = 0 if manager is None else manager.restore_latest() or 0
+    if done and manager is not None and not manager.checkpoint.holds(data):
+        _tell_that_data_begins_anew(done)
     shown = strategy.is_chief and (sys.stderr.isatty() if progress is None else progress)
     from replicax.train._bar import drawn  # rich is for those who watch
 
@@ -105,8 +111,9 @@ def evaluation(step: Callable[..., Any], dataset: Any, metrics: Mapping[str, Met
       dataset: Gone through from the beginning each time.
       metrics: What to report, by name.
     """
-    strategy = _context.get_strategy()
-    data = dataset if is_distributed(dataset) else strategy.distribute_dataset(dataset)
+    if not isinstance(metrics, Mapping) or not all(isinstance(metric, Metric) for metric in metrics.values()):
+        raise _no_metrics(metrics)
+    strategy, data = _distributed(dataset)
 
     def evaluate() -> Numbers:
         for metric in metrics.values():
@@ -189,17 +196,45 @@ class _Loop:
     def _fetched(self, out: Any) -> Numbers:
         if out is None:
             return {}
-        named = out if isinstance(out, Mapping) else {"loss": out}
-        return {name: float(np.asarray(self.strategy.reduce("mean", value))) for name, value in named.items()}
+        return _numbers("step", out if isinstance(out, Mapping) else {"loss": out}, self._mean)
+
+    def _mean(self, value: Any) -> Any:
+        return self.strategy.reduce("mean", value)
 
     def _evaluate(self, done: int) -> None:
         if self.evaluate is not None:
-            self._report(done, {name: float(np.asarray(value)) for name, value in self.evaluate().items()})
+            self._report(done, _numbers("evaluate", self.evaluate()))
 
     def _report(self, done: int, numbers: Numbers) -> None:
         self.numbers |= numbers
         for sink in self.sinks:
             sink(done, numbers)
+
+
+def _distributed(dataset: Any) -> tuple[Any, Any]:
+    """The strategy to run under, and the dataset handed out to its replicas."""
+    made_by = getattr(dataset, "strategy", None) if is_distributed(dataset) else None
+    strategy = _context.get_strategy() if made_by is None or _context.has_strategy() else made_by
+    return strategy, dataset if is_distributed(dataset) else strategy.distribute_dataset(dataset)
+
+
+def _numbers(who: str, named: Any, of: Callable[[Any], Any] = lambda value: value) -> Numbers:
+    """What a step or an evaluation reports, as Python numbers."""
+    if not isinstance(named, Mapping):
+        raise _no_numbers(who, [f"{type(named).__name__}, which is no dict"])
+    numbers, bad = {}, []
+    for name, value in named.items():
+        try:
+            numbers[str(name)] = float(np.asarray(of(value)))
+        except (TypeError, ValueError) as error:
+            bad.append(f"{name}  {_described(value)}  {error}")
+    if bad:
+        raise _no_numbers(who, bad)
+    return numbers
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else type(value).__name__
 
 
 def _most(flags: Any) -> Any:
@@ -210,16 +245,18 @@ def _most(flags: Any) -> Any:
 
 def _batches(data: Any, done: int, steps: int | None) -> Iterator[Any]:
     """The batches that are left, pass after pass; one pass if there is no number of steps."""
+    fruitless = 0
     while steps is None or done < steps:
-        before = done
+        fruitless += 1
         for batch in data:
             yield batch
+            fruitless = 0
             done += 1
             if steps is not None and done >= steps:
                 return
         if steps is None:
             return
-        if done == before:
+        if fruitless > 1:  # one pass may be: what was saved after the last batch of a pass goes on at its end
             raise _no_data(steps, done)
 
 
@@ -278,6 +315,68 @@ def _events(log_dir: str | None) -> Iterator[Callable[[int, Numbers], None]]:
                 writer.add_scalar(name, value, done)
 
         yield write
+
+
+def _require_sensible(**given: Any) -> None:
+    """Refuses arguments of `fit` that would fail only after some steps, all at once."""
+    bad = [
+        f"{name}={given[name]!r}  takes {kind}"
+        for kind, fits, names in (
+            ("a function", callable, ("step",)),
+            ("a function, or None", _optional(callable), ("evaluate", "stop")),
+            ("a number of steps, or None", _optional(lambda x: _is_count(x, 0)), ("steps",)),
+            ("a number of steps from 1 on", lambda x: _is_count(x, 1), ("save_every", "report_every")),
+            ("a number of steps from 1 on, or None", _optional(lambda x: _is_count(x, 1)), ("evaluate_every",)),
+            ("an rx.CheckpointManager, or None", _optional(_is_manager), ("manager",)),
+        )
+        for name in names
+        if not fits(given[name])
+    ]
+    if given["evaluate_every"] is not None and given["evaluate"] is None:
+        bad.append(f"evaluate_every={given['evaluate_every']!r}  has nothing to call without `evaluate=`")
+    if bad:
+        ways = ["`rx.train.fit(step, dataset, steps=1000, manager=rx.CheckpointManager(checkpoint, directory))`"]
+        raise InputError(message("`rx.train.fit(...)` cannot work with these arguments", bad, "", ways))
+
+
+def _optional(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda x: x is None or fits(x)
+
+
+def _is_count(x: Any, least: int) -> bool:
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool) and x >= least
+
+
+def _is_manager(x: Any) -> bool:
+    return isinstance(x, CheckpointManager)
+
+
+def _no_numbers(who: str, bad: list[str]) -> InputError:
+    why = "It is called `loss` if the step returns it alone." if who == "step" else ""
+    ways = {
+        "step": ["return a scalar: `rx.mean(per_example)`", "return a dict of scalars", "return nothing"],
+        "evaluate": ["return a dict of numbers", 'use `rx.train.evaluation(step, dataset, {"accuracy": metric})`'],
+    }
+    return InputError(message(f"`rx.train.fit(...)`: what {who} returned cannot be reported", bad, why, ways[who]))
+
+
+def _no_metrics(metrics: Any) -> InputError:
+    return InputError(
+        message(
+            "`rx.train.evaluation(step, dataset, metrics)` takes metrics by name",
+            [repr(metrics)[:200]],
+            instead=['`{"accuracy": rx.metrics.Accuracy()}`, and update it in the step'],
+        )
+    )
+
+
+def _tell_that_data_begins_anew(done: int) -> None:
+    warnings.warn(
+        f"rx.train.fit goes on after step {done}, but its data begins anew: the checkpoint does not hold the dataset. Save "
+        "it with the rest: `dataset = strategy.distribute_dataset(batches)`, `rx.Checkpoint(..., data=dataset)`.",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def _no_data(steps: int, done: int) -> InputError:
