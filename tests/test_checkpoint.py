@@ -21,7 +21,9 @@ from replicax import (
     NotConsumedError,
     VariableError,
 )
-from replicax.train import latest_checkpoint
+from replicax.train import _store, latest_checkpoint
+from tests.strategies import COMPILED
+from tests.strategies import STRATEGIES as ALL_STRATEGIES
 
 STRATEGIES = {
     "default": rx.get_strategy,
@@ -83,6 +85,77 @@ def test_restoring_undoes_what_happened_since_the_save(tmp_path, strategy):
     checkpoint.restore(path)
 
     assert [float(component) for component in w.values] == [3.0] * len(w.values)
+
+
+SHARDED = {"mirrored_2", "mirrored_4", "tpu_2"}
+
+
+@pytest.mark.parametrize("name", ALL_STRATEGIES)
+def test_what_is_restored_under_a_strategy_is_saved_by_it_bit_for_bit(tmp_path, name, half_trained):
+    """Files tell nothing of strategies: if each one passes these digests on, each one's files load under each other."""
+    path, expected, _ = half_trained
+
+    saved = restored(name, path).checkpoint.save(tmp_path / "again")
+
+    assert {name: leaf.digest for name, leaf in _store.read_manifest(saved).leaves.items()} == expected
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_the_step_after_a_restore_is_the_same_under_every_strategy(name, half_trained):
+    path, _, after = half_trained
+    run = restored(name, path)
+
+    run.step()
+
+    np.testing.assert_allclose(run.w.numpy(), after, rtol=0, atol=1e-5 * np.abs(after).max())
+    assert float(run.seen) == 12 + 8 + 12
+
+
+def restored(name, path):
+    run = Training(ALL_STRATEGIES[name](), shard_state=name in SHARDED)
+    run.checkpoint.restore(path).assert_consumed()
+    return run
+
+
+class Training:
+    """A model with everything that can be saved differently: slots, an on-read count, a key, a position in the data."""
+
+    def __init__(self, strategy, shard_state=False):
+        self.strategy = strategy
+        with strategy.scope():
+            self.w = rx.Variable(np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 12), name="w")
+            self.seen = rx.Variable(0, synchronization="on_read", aggregation="sum", trainable=False, name="seen")
+            self.key = rx.Variable(jax.random.key(1), trainable=False, name="key")
+            self.opt = rx.Optimizer(optax.adam(0.1), gradients="mean", shard_state=shard_state)
+            self.opt.build([self.w])
+        rows = np.random.default_rng(0).standard_normal((20, 2)).astype(np.float32)
+        self.data = strategy.distribute_dataset(rx.data.from_arrays(rows, batch_size=12, shuffle=1, epochs=2))
+        self.batches = iter(self.data)
+        self.checkpoint = Checkpoint(w=self.w, seen=self.seen, key=self.key, opt=self.opt, data=self.batches)
+
+    def step(self):
+        self.strategy.run(self._step, (next(self.batches),))
+
+    def _step(self, x):
+        key, sub = jax.random.split(self.key.value)
+        target = jax.random.normal(sub, (12,))
+        gradients = rx.grad(lambda: rx.mean(((x @ self.w.value - target) ** 2).sum(1)), [self.w])()
+        self.opt.apply_gradients(zip(gradients, [self.w], strict=True))
+        self.key.assign(key)
+        counts = rx.valid_counts()
+        self.seen.assign_add(len(x) if counts is None else counts[0], read_value=False)
+
+
+@pytest.fixture(scope="module")
+def half_trained(tmp_path_factory):
+    """A checkpoint after two of three batches, the digests in it, and a weight after the third."""
+    run = Training(mirrored(3))
+    for _ in range(2):
+        run.step()
+    path = run.checkpoint.save(tmp_path_factory.mktemp("half") / "c")
+    digests = {name: leaf.digest for name, leaf in _store.read_manifest(path).leaves.items()}
+    run.step()
+    return path, digests, run.w.numpy()
 
 
 TOWERS = {"sum": ([3.0, 4.0], 7.0), "mean": ([3.0, 4.0], 3.5), "only_first_replica": ([3.0, 4.0], 3.0)}
@@ -600,6 +673,25 @@ def test_the_best_checkpoints_are_kept_and_the_newest_one_too(tmp_path, better, 
     assert manager.metrics(best) == {"loss": losses[best]}
 
 
+@pytest.mark.parametrize("better", ["min", "max"])
+def test_a_loss_that_is_no_number_is_never_the_best(tmp_path, better):
+    _, manager = managed(tmp_path / "m", max_to_keep=1, keep_best=("loss", better))
+    with manager:
+        for step, loss in enumerate([2.0, float("nan"), 2.0, float("nan")]):
+            manager.save(step, metrics={"loss": loss})
+
+    assert (manager.best, manager.all_steps) == (2, [2, 3])
+
+
+def test_what_the_newest_checkpoint_does_not_hold_is_told(tmp_path):
+    _, manager = managed(tmp_path / "m", async_save=False)
+    manager.save(1)
+    renamed = CheckpointManager(Checkpoint(weights=rx.Variable(5.0)), tmp_path / "m")
+
+    with pytest.warns(RuntimeWarning, match=r"weights  has no saved value(?s:.*)w  was saved and is used by no object"):
+        assert renamed.restore_latest() == 1
+
+
 def test_a_best_one_needs_its_metric(tmp_path):
     _, manager = managed(tmp_path / "m", keep_best=("loss", "min"))
 
@@ -709,7 +801,54 @@ def test_a_checkpoint_that_does_not_fit_is_not_passed_over(tmp_path):
         other.restore_latest()
 
 
-@pytest.mark.parametrize("options", [{"max_to_keep": 0}, {"keep_best": ("loss", "lowest")}])
+@pytest.mark.parametrize("step", [-1, 1.5, "five", np.ones(2)])
+def test_a_step_that_is_no_count_is_refused(tmp_path, step):
+    _, manager = managed(tmp_path / "m")
+
+    with pytest.raises(ValueError, match="takes the number of steps that are done"):
+        manager.save(step)
+
+
+def test_a_step_may_be_held_in_a_variable(tmp_path):
+    with managed(tmp_path / "m")[1] as manager:
+        manager.save(rx.Variable(5))
+
+    assert manager.all_steps == [5]
+
+
+def test_metrics_that_are_no_numbers_are_named(tmp_path):
+    with pytest.raises(ValueError, match="takes numbers by name:\n\n  loss  ndarray(?s:.*)\n  name  str  could not"):
+        managed(tmp_path / "m")[1].save(1, metrics={"loss": np.ones(2), "acc": 1, "name": "x"})
+
+
+def test_a_manager_is_told_what_to_save(tmp_path):
+    with pytest.raises(TypeError, match=r"rx.Checkpoint\(model=model"):
+        CheckpointManager({"w": rx.Variable(0.0)}, tmp_path)
+
+
+def test_objects_without_names_are_refused():
+    with pytest.raises(CheckpointError, match=r"without names:\n\n  dict\n(?s:.*)rx.Checkpoint\(\*\*objects\)"):
+        Checkpoint({"w": rx.Variable(0.0)})
+
+
+def test_an_array_that_was_given_away_is_named(tmp_path):
+    given = jnp.ones(3)
+    given.delete()
+
+    with pytest.raises(CheckpointError, match=r"no longer there:\n\n  state/x  float32\[3\]"):
+        Checkpoint(state={"x": given}).save(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_to_keep": 0},
+        {"max_to_keep": "3"},
+        {"save_interval_steps": 0},
+        {"keep_best": ("loss", "lowest")},
+        {"keep_best": "loss"},
+    ],
+)
 def test_settings_that_make_no_sense_are_refused(tmp_path, options):
     with pytest.raises(ValueError, match=r"`rx.CheckpointManager\("):
         managed(tmp_path / "m", **options)

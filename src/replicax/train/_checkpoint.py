@@ -51,7 +51,9 @@ class Checkpoint:
     _waiting: "_Waiting | None"
     _restore_later: Callable[[], None] | None
 
-    def __init__(self, **objects: Any) -> None:
+    def __init__(self, *unnamed: Any, **objects: Any) -> None:
+        if unnamed:
+            raise _unnamed(unnamed)
         _store.import_orbax()  # now, so that the first save holds nobody up
         object.__setattr__(self, "_objects", {})
         object.__setattr__(self, "_waiting", None)
@@ -354,6 +356,13 @@ def _reserved(name: str) -> CheckpointError:
     return CheckpointError(
         message(f"`rx.Checkpoint({name}=...)` uses a name that is taken", (), why, [f"call it `{name}_`"])
     )
+
+
+def _unnamed(things: tuple[Any, ...]) -> CheckpointError:
+    bad = [type(thing).__name__ for thing in things]
+    why = "What is saved is found again by its name."
+    ways = ["`rx.Checkpoint(model=model, optimizer=optimizer)`", "from a dict: `rx.Checkpoint(**objects)`"]
+    return CheckpointError(message("`rx.Checkpoint(...)` was given objects without names", bad, why, ways))
 
 
 def _bad_state(name: str, state: Any) -> CheckpointError:

@@ -344,7 +344,7 @@ def _optional(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def _is_count(x: Any, least: int) -> bool:
-    return isinstance(x, (int, np.integer)) and not isinstance(x, bool) and x >= least
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool) and int(x) >= least
 
 
 def _is_manager(x: Any) -> bool:

@@ -6,6 +6,8 @@ A manager that starts in a directory therefore knows what its predecessor, kille
 
 import functools
 import glob
+import math
+import operator
 import os
 import re
 import shutil
@@ -13,13 +15,13 @@ import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from replicax._errors import CheckpointDamagedError, CheckpointError, message
 from replicax.train import _store
-from replicax.train._checkpoint import Checkpoint
+from replicax.train._checkpoint import Checkpoint, RestoreStatus
 from replicax.train._store import PendingSave, StrPath
 
 Better = Literal["max", "min"]
@@ -69,9 +71,13 @@ class CheckpointManager:
         checkpoint_name: str = "ckpt",
         init_fn: Callable[[], object] | None = None,
     ) -> None:
-        if max_to_keep is not None and max_to_keep < 1:
-            raise _bad_max_to_keep(max_to_keep)
-        if keep_best is not None and keep_best[1] not in ("max", "min"):
+        if not isinstance(checkpoint, Checkpoint):
+            raise _no_checkpoint(checkpoint)
+        if max_to_keep is not None and not _is_count(max_to_keep):
+            raise _bad_count("max_to_keep", max_to_keep, "keep all: `max_to_keep=None`")
+        if not _is_count(save_interval_steps):
+            raise _bad_count("save_interval_steps", save_interval_steps, "save whenever asked: leave it out")
+        if keep_best is not None and not (isinstance(keep_best, tuple) and keep_best[1:] in (("max",), ("min",))):
             raise _bad_keep_best(keep_best)
         self.checkpoint = checkpoint
         self.max_to_keep = max_to_keep
@@ -117,7 +123,7 @@ class CheckpointManager:
           CheckpointError: If this save, or the one before it, could not be written; if there is a checkpoint of a
             later step, which `restore_latest` would prefer.
         """
-        number = self._next_step() if step is None else int(step)
+        number = self._next_step() if step is None else _step_number(step)
         if not force and not self.should_save(number):
             return None
         self.wait_until_finished()
@@ -201,11 +207,13 @@ class CheckpointManager:
         self.wait_until_finished()
         for step, path in reversed(_numbered(self._directory, self._name)):
             try:
-                self.checkpoint.restore(path)
+                status = self.checkpoint.restore(path)
             except CheckpointDamagedError as error:
                 self._damaged.add(step)
                 warnings.warn(f"Passed over: {_what_is_wrong(error)}", RuntimeWarning, stacklevel=2)
             else:
+                if status.missing:
+                    warnings.warn(_without_a_value(status), RuntimeWarning, stacklevel=2)
                 self._last_saved = step
                 return step
         damaged = [path.name for _, path in _numbered(self._directory, self._name) if _store.is_finished(path)]
@@ -243,7 +251,8 @@ class CheckpointManager:
         metric, better = self.keep_best
         sign = 1 if better == "max" else -1
         merits = {step: self._readable_metrics(step) for step in self.all_steps}
-        scored = [(sign * values[metric], step) for step, values in merits.items() if metric in values]
+        known = [(values[metric], step) for step, values in merits.items() if metric in values]
+        scored = [(sign * value, step) for value, step in known if not math.isnan(value)]  # NaN is no merit
         return [step for _, step in sorted(scored, reverse=True)]
 
     def _readable_metrics(self, step: int) -> dict[str, float]:
@@ -286,10 +295,33 @@ def _delete(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
+def _is_count(number: Any) -> bool:
+    return isinstance(number, (int, np.integer)) and not isinstance(number, bool) and int(number) >= 1
+
+
+def _step_number(step: Any) -> int:
+    """A step may be held in a variable or an array."""
+    try:
+        number = operator.index(np.asarray(step).item())
+    except (TypeError, ValueError):
+        raise _bad_step(step) from None
+    if number < 0:
+        raise _bad_step(step)
+    return number
+
+
 def _numbers(metrics: Mapping[str, float] | None, keep_best: tuple[str, Better] | None) -> dict[str, float]:
     if keep_best is not None and keep_best[0] not in (metrics or {}):
         raise _no_metric(keep_best[0], list(metrics or {}))
-    return {name: float(np.asarray(value)) for name, value in (metrics or {}).items()}
+    numbers, bad = {}, []
+    for name, value in (metrics or {}).items():
+        try:
+            numbers[name] = float(np.asarray(value))
+        except (TypeError, ValueError) as error:
+            bad.append(f"{name}  {type(value).__name__}  {error}")
+    if bad:
+        raise _bad_metrics(bad)
+    return numbers
 
 
 def _what_is_wrong(error: CheckpointDamagedError) -> str:
@@ -310,14 +342,36 @@ def _later_exists(step: int, directory: Path, later: list[str]) -> CheckpointErr
     return CheckpointError(message(call, later, why, ways))
 
 
-def _bad_max_to_keep(number: int) -> ValueError:
-    call = f"`rx.CheckpointManager(..., max_to_keep={number})` would keep nothing"
-    return ValueError(message(call, instead=["at least 1", "keep all: `max_to_keep=None`"]))
+def _without_a_value(status: RestoreStatus) -> str:
+    bad = [f"{name}  has no saved value and keeps the one it has" for name in status.missing]
+    bad += [f"{name}  was saved and is used by no object so far" for name in status.unused]
+    why = "If this is meant, restore once by `checkpoint.restore(path)` and go on in another directory."
+    return message(f"The checkpoint {status.path} does not hold everything", bad, why)
 
 
-def _bad_keep_best(keep_best: tuple[str, str]) -> ValueError:
+def _no_checkpoint(given: Any) -> TypeError:
+    call = f"`rx.CheckpointManager({type(given).__name__}, ...)` was not told what to save"
+    return TypeError(message(call, instead=["`rx.CheckpointManager(rx.Checkpoint(model=model, ...), directory)`"]))
+
+
+def _bad_count(name: str, number: object, otherwise: str) -> ValueError:
+    call = f"`rx.CheckpointManager(..., {name}={number!r})` takes a whole number from 1 on"
+    return ValueError(message(call, instead=[f"`{name}=1`, or more", otherwise]))
+
+
+def _bad_step(step: object) -> ValueError:
+    call = f"`manager.save({step!r})` takes the number of steps that are done, a whole number from 0 on"
+    return ValueError(message(call, instead=["`manager.save(1000)`", "leave it out to count up from the last one"]))
+
+
+def _bad_metrics(bad: list[str]) -> ValueError:
+    return ValueError(message("`manager.save(step, metrics=...)` takes numbers by name", bad))
+
+
+def _bad_keep_best(keep_best: object) -> ValueError:
     call = f"`rx.CheckpointManager(..., keep_best={keep_best!r})` does not say what is better"
-    ways = [f'`keep_best=("{keep_best[0]}", "{better}")`' for better in ("max", "min")]
+    metric = keep_best[0] if isinstance(keep_best, tuple) and keep_best else keep_best
+    ways = [f"`keep_best=({metric!r}, {better!r})`" for better in ("max", "min")]
     return ValueError(message(call, instead=ways))
 
 

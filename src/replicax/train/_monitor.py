@@ -55,6 +55,8 @@ class Monitor:
             raise InputError(
                 "Monitor(step, session=...): Should not provide a session. Steps are carried out when called."
             )
+        if not callable(step_callable):
+            raise _no_step(step_callable)
         if manager is None and (save_every is not None or max_restarts):
             raise _no_manager(save_every, max_restarts)
         self.steps_done = 0
@@ -117,6 +119,11 @@ class Monitor:
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+def _no_step(given: Any) -> InputError:
+    why = "A step is called without arguments and takes one step."
+    return InputError(message(f"`rx.train.Monitor({type(given).__name__})` has nothing to call", why=why))
 
 
 def _no_manager(save_every: int | None, max_restarts: int) -> InputError:

@@ -266,7 +266,7 @@ def snapshot(arrays: Mapping[str, ArrayLike]) -> dict[str, _Snapshot]:
     4 MB); waiting for them on the host would hold him until the step is done. They go to pinned host memory, so no
     device needs room for them. A replicated array is copied once, from its first device.
     """
-    plain = {name: _without_key(array) for name, array in arrays.items()}
+    plain = {name: _without_key(name, array) for name, array in arrays.items()}
     on_device = {name: _one_copy(name, value) for name, (value, _) in plain.items() if isinstance(value, jax.Array)}
     started = jax.device_put(on_device, {n: _on_host(x.sharding) for n, x in on_device.items()}, may_alias=False)
     return {
@@ -275,7 +275,9 @@ def snapshot(arrays: Mapping[str, ArrayLike]) -> dict[str, _Snapshot]:
     }
 
 
-def _without_key(array: ArrayLike) -> tuple[ArrayLike, str | None]:
+def _without_key(name: str, array: ArrayLike) -> tuple[ArrayLike, str | None]:
+    if isinstance(array, jax.Array) and array.is_deleted():
+        raise _deleted(name, array)
     if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(array), str(jax.random.key_impl(array))
     return array, None
@@ -670,7 +672,7 @@ def _mismatch(path: Path, bad: Sequence[str]) -> CheckpointMismatchError:
 
 
 def _not_written(path: Path, state: str, error: Exception) -> CheckpointError:
-    why = "What was at this path before is still there and whole."
+    why = "If there was a checkpoint at this path before, it is still there and whole."
     return CheckpointError(message(f"The checkpoint {path} was not written", [f"while {state}: {error}"], why))
 
 
@@ -687,6 +689,13 @@ def _not_an_array(name: str, value: object) -> CheckpointError:
     bad = [f"{name}  {type(value).__name__} of dtype {np.asarray(value).dtype}"]
     why = "Arrays of numbers are saved; text and other Python values are not arrays."
     return CheckpointError(message("A checkpoint was given something that is not an array of numbers", bad, why))
+
+
+def _deleted(name: str, array: jax.Array) -> CheckpointError:
+    bad = [f"{name}  {_describe(array.shape, array.dtype)}"]
+    why = "Its memory was given to a program that wrote its result there (`donate_argnums`, `RunOptions(donate=...)`)."
+    ways = ["save what that program returned", "save before calling it"]
+    return CheckpointError(message("A checkpoint was given an array that is no longer there", bad, why, ways))
 
 
 def _lies_elsewhere(name: str, array: jax.Array) -> CheckpointError:
