@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import replicax as rx
-from replicax import data
+from replicax import data, metrics
 from replicax._errors import ContextError, InputError, NotADatasetError, NotAvailableError, OutOfRangeError
 from replicax._input.distribute import (
     distribute_dataset,
@@ -212,6 +212,48 @@ def test_an_epoch_is_the_dataset_whatever_the_sizes(rows, size, replicas, shuffl
     seen = [row for element in elements for part in element for row in part]
     assert sorted(seen) == sorted(list(range(rows)) * epochs)
     assert seen == [row for batch in batched(rows, size, shuffle=shuffle, epochs=epochs) for row in batch.tolist()]
+
+
+FEATURES = np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32)
+CLASSES = (FEATURES.sum(1) > 0).astype(np.int32)
+WEIGHTS = np.array([0.5, -0.3, 0.2], np.float32)
+
+
+def step(so_far, batch):
+    def loss(weights):
+        scores = batch["x"] @ weights
+        return rx.mean(jax.nn.softplus(scores) - batch["y"] * scores)
+
+    context = rx.get_replica_context()
+    here = metrics.Accuracy.empty().update(batch["x"] @ WEIGHTS > 0, batch["y"])
+    value, gradient = context.all_reduce("mean", jax.value_and_grad(loss)(WEIGHTS))
+    return so_far.merge(context.all_reduce("sum", here)), value, gradient
+
+
+def by_hand(x, y):
+    """The loss of a whole batch and its gradient, in float64."""
+    x = x.astype(np.float64)
+    scores = x @ WEIGHTS
+    return np.mean(np.log1p(np.exp(scores)) - y * scores), (1 / (1 + np.exp(-scores)) - y) @ x / len(x)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 24), replicas=st.integers(1, 8), seed=st.integers(0, 99), short_is_known=st.booleans())
+def test_losses_gradients_and_metrics_are_those_of_one_device(rows, replicas, seed, short_is_known):
+    strategy, size = mirrored(replicas), 8
+    batches = data.from_arrays({"x": FEATURES[:rows], "y": CLASSES[:rows]}, size, shuffle=seed)
+    accuracy = metrics.Accuracy.empty()
+
+    for whole, element in zip(
+        batches, distribute_dataset(strategy, batches if short_is_known else list(batches)), strict=True
+    ):
+        accuracy, value, gradient = strategy.run(step, args=(accuracy, element))
+        expected_value, expected_gradient = by_hand(whole["x"], whole["y"])
+        np.testing.assert_allclose(value, expected_value, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-6, atol=1e-6)
+
+    right = (FEATURES[:rows] @ WEIGHTS > 0) == CLASSES[:rows]
+    assert float(accuracy.compute()) == pytest.approx(right.mean(), rel=1e-6)
 
 
 @settings(max_examples=40, deadline=None)
