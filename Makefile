@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; 
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 10 --timeout 180
 
 .DEFAULT_GOAL := install
-.PHONY: install demo test check lint layout types format docs bench bench-env clean help
+.PHONY: install demo test test-loaders check lint layout types format docs bench bench-env clean help
 
 install: $(VENV)/.installed  ## build .venv with everything the tests and the docs use (default)
 
@@ -52,6 +52,15 @@ bench: install  ## measure the step against hand-written JAX
 bench-env:  ## the environment with TensorFlow and torch, for benchmarks against them
 	python3 -m venv .bench-venv
 	.bench-venv/bin/pip install --quiet -c constraints-bench.txt torch==2.13.0 tensorflow-cpu numpy rich scikit-learn
+
+test-loaders: .loaders-venv/.installed  ## the tests of data sources with the real TensorFlow and torch
+	.loaders-venv/bin/python -m pytest tests/test_sources.py $(ARGS)
+
+.loaders-venv/.installed: constraints-bench.txt
+	python3 -m venv .loaders-venv
+	.loaders-venv/bin/pip install --quiet -c constraints-bench.txt torch==2.13.0 tensorflow-cpu \
+		--editable ".[grain]" pytest pytest-timeout hypothesis
+	touch $@
 
 clean:  ## remove what the other targets made
 	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache

@@ -4,7 +4,7 @@ Three questions. How much slower is a step whose batch is gathered, copied and s
 batch is on the devices already (`resident`)? Of a wait of 5 ms for each batch, as for a disk, how much does reading
 ahead hide? And, with --tensorflow and TensorFlow installed, what does `tf.distribute` lose on the same rows?
 
-    python benchmarks/input_keeps_up.py [--replicas 2] [--rows 256] [--only mlp [--tensorflow]]
+    python -m benchmarks.input_keeps_up [--replicas 2] [--rows 256] [--rounds 40] [--only mlp [--tensorflow]]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 import replicax as rx
 
-ROUNDS, STEPS = 40, 5
+STEPS = 5
 WAIT = 0.005
 
 SHAPES = {"mlp": (784,), "cnn": (28, 28, 1)}
@@ -27,9 +27,10 @@ EXAMPLES = 20_000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--only", choices=SHAPES)
     parser.add_argument("--tensorflow", action="store_true")
     options = parser.parse_args()
@@ -38,13 +39,13 @@ def main() -> None:
     rx.host.configure(cpu_devices=options.replicas)
     for name in [options.only] if options.only else SHAPES:
         x, y = examples(name)
-        report(name, with_replicax(name, x, y, options))
+        report(name, with_replicax(name, x, y, options), options.rounds)
         if options.tensorflow:
-            report(f"{name} in tf.distribute", with_tensorflow(name, x, y, options))
+            report(f"{name} in tf.distribute", with_tensorflow(name, x, y, options), options.rounds)
 
 
-def report(name: str, ways: dict[str, Callable[[], Any]]) -> None:
-    times = in_turns(ways)
+def report(name: str, ways: dict[str, Callable[[], Any]], rounds: int) -> None:
+    times = in_turns(ways, rounds)
     print(f"{name}: ms per step " + "  ".join(f"{way} {1e3 * seconds:.2f}" for way, seconds in times.items()))
     print(f"  fed / resident            {times['fed'] / times['resident']:.3f}")
     if "waiting" in times:
@@ -52,13 +53,13 @@ def report(name: str, ways: dict[str, Callable[[], Any]]) -> None:
         print(f"  wait hidden, reading ahead {hidden:6.0%} of the smaller of wait and step")
 
 
-def in_turns(ways: dict[str, Callable[[], Any]]) -> dict[str, float]:
+def in_turns(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
     """The time of one step, each way measured in turns with the others.
 
     The lower quartile: whatever else the machine does only ever adds time.
     """
     taken: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(ROUNDS + 1):
+    for turn in range(rounds + 1):
         for name, step in ways.items():
             start = time.perf_counter()
             for _ in range(STEPS):
