@@ -6,7 +6,7 @@ before: no new thread, no changed environment variable, no new file in the worki
 
 import os
 
-os.environ |= {"JAX_PLATFORMS": "cpu", "NPROC": "16", "REPLICAX_HOST_TUNING": "0"}
+os.environ |= {"JAX_PLATFORMS": "cpu", "NPROC": "16", "REPLICAX_HOST_TUNING": "0", "KERAS_BACKEND": "jax"}
 
 import threading
 import time
@@ -27,7 +27,7 @@ jax.devices()  # the backend starts here, so that no test decides by accident ho
 LASTING_THREADS = ("asyncio_", "orbax", "ts_pool")
 
 # Variables that a library sets when it is imported, which may happen inside a test.
-LIBRARY_VARIABLES = ("KMP_", "PYTEST_")
+LIBRARY_VARIABLES = ("KMP_", "PYTEST_", "TF_FORCE_GPU_")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,14 +1,9 @@
 """The porting pages: the right-hand side of each diff runs and gives what it should, the left-hand side is Python."""
 
-import os
-
-os.environ["KERAS_BACKEND"] = "jax"  # before the first import of keras
-
 import re
 from pathlib import Path
 
 import jax
-import keras  # noqa: F401, here because the import changes the environment, which a test may not
 import numpy as np
 import pytest
 

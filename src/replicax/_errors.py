@@ -1171,8 +1171,12 @@ def unequal_copies(fn: Any, variable: Any, site: Any, copies: Sequence[Any]) -> 
     )
 
 
+class ComponentsError(InputError):
+    """A value per replica of a strategy with another number of replicas."""
+
+
 def wrong_number_of_components(argument: str, components: int, replicas: int) -> InputError:
-    return InputError(
+    return ComponentsError(
         message(
             "strategy.run(step, ...) got a per-replica value with another number of components than there are replicas",
             [f"{argument}  {components} components, {replicas} replicas in this process"],

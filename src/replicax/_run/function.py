@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from replicax import _context, _errors, _jax
+from replicax import _context, _errors, _jax, _values
 from replicax._ledger import OtherStrategy
 from replicax._run import arguments
 
@@ -62,5 +62,16 @@ def _carry_out(strategy: Strategy, fn: Callable[..., Any], args: tuple[Any, ...]
     if strategy.eager:
         with strategy.scope():
             return fn(*args, **kwargs)
-    args, kwargs, statics = arguments.prepared(strategy.placement, args, kwargs)
+    try:
+        args, kwargs, statics = arguments.prepared(strategy.placement, args, kwargs)
+    except _errors.ComponentsError:
+        if strategy is _context.default_strategy():
+            _learn_whose(strategy, fn, args, kwargs)
+        raise
     return strategy.functions.find(fn, statics)(args, kwargs)
+
+
+def _learn_whose(default: Strategy, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises `OtherStrategy` if `fn` speaks to one; a trace with the first of each replica's values will do."""
+    args, kwargs, statics = arguments.prepared(default.placement, *_values.select_replica(0, (args, kwargs)))
+    default.functions.find(fn, statics).lower(args, kwargs)
