@@ -14,7 +14,7 @@ it was written, a result.
 # - Hold variables as `jax.Ref`. Twice as slow per step (docs/log.md).
 #
 # What we do: read a *stand-in*, a concrete array with the shape that a replica sees. JAX hoists it out of `shard_map` as a
-# constant operand, also from inside scan and grad, and there `compiled.py` recognises it by identity and puts a real
+# constant operand, also from inside scan and grad, and there `_run/trace.py` recognises it by identity and puts a real
 # argument in its place.
 #
 # A variable assigned inside a nested trace (scan, cond, a foreign grad) cannot simply be rebound: the loop would see its first
