@@ -299,6 +299,18 @@ def per_replica_as_array(value: Any) -> PerReplicaUseError:
     )
 
 
+def captured_per_replica(value: Any) -> InputError:
+    return InputError(
+        message(
+            "A step uses a per-replica value that it captured and did not get as an argument",
+            [_short(value)],
+            "A step may capture its component where all of the replicas are in this process and no row is padding: of what "
+            "is captured, only the numbers become part of the program.",
+            ["strategy.run(step, args=(value,))"],
+        )
+    )
+
+
 def components_of_traced(array: Any) -> PerReplicaUseError:
     return PerReplicaUseError(
         message(
@@ -922,6 +934,10 @@ def not_a_pair(pair: Any, rule: str) -> InputError:
             ["[(gradient, variable), ...]"],
         )
     )  # fmt: skip
+
+
+def not_pairs(pairs: Any) -> InputError:
+    return not_a_pair(pairs, "`value_destination_pairs` should be a list of tuples.")
 
 
 def empty_destinations() -> DeviceError:

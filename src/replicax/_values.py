@@ -18,7 +18,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.tree_util import register_dataclass
 
-from replicax import _errors
+from replicax import _context, _errors
 from replicax._placement import AXIS, Placement
 
 PyTree = Any
@@ -80,7 +80,10 @@ class PerReplica(DistributedValues):
         return f"PerReplica:{{\n{lines}\n}}"
 
     def __jax_array__(self) -> Any:
-        raise _errors.per_replica_as_array(self)
+        mode = _context.current()
+        if mode is None or mode.ledger is None or mode.replica is None:
+            raise _errors.per_replica_as_array(self)
+        return mode.ledger.own(self)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         raise _errors.per_replica_as_array(self)

@@ -375,7 +375,8 @@ class Strategy:
 
     def _components(self, leaf: Any) -> Sequence[Any]:
         """One entry per replica of this process: its own component, its copy of a mirrored array, or what all share."""
-        if isinstance(leaf, PerReplica) and leaf.form == TRACED:
+        mode = _context.current()
+        if isinstance(leaf, PerReplica) and (leaf.form == TRACED or _is_across_in_run(mode)):
             mode = _context.require_cross(self, "strategy.experimental_local_results(...)")
             assert mode is not None and mode.ledger is not None
             return mode.ledger.components(leaf)
@@ -441,6 +442,10 @@ class Strategy:
 
 def _is_per_replica(x: Any) -> bool:
     return isinstance(x, PerReplica)
+
+
+def _is_across_in_run(mode: Mode | None) -> bool:
+    return mode is not None and mode.ledger is not None and mode.replica is None
 
 
 def _is_value(x: Any) -> bool:
