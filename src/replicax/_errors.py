@@ -161,6 +161,10 @@ class NotADatasetError(InputError, TypeError):
     """What was given as a dataset cannot be gone through batch by batch."""
 
 
+class NotACountError(InputError, TypeError):
+    """A number of rows was asked for, and this is none."""
+
+
 class AmbiguousSumError(LocalityError, AssertionError, ValueError):
     """A sum over replicas of a value that is the same on each: one copy, or N of them?"""
 
@@ -861,16 +865,20 @@ def averages_padding(fn: Any, site: Any, counts: Any, rows: int) -> LocalityErro
     padded = [
         f"replica {i}  {count} of {rows} rows are real" for i, count in enumerate(map(int, counts)) if count < rows
     ]
+    instead = [
+        "rx.mean(per_example_loss), the mean over the real rows",
+        "rx.valid_rows(), a mask of the real rows, or rx.metrics",
+        "drop the short batch: from_arrays(..., drop_remainder=True)",
+    ]
+    if rows == 1 and not site.line:  # no line of the user's: the example had no row axis when the step got it
+        instead = ["batch single examples, so that they are rows: `.batch(1)`", *instead[1:]]
+    where = f" at {site}" if site.line else ""
     return LocalityError(
         message(
-            f"`{_name(fn)}` combines the rows of a padded batch at {site} without asking which of them are real",
+            f"`{_name(fn)}` combines the rows of a padded batch{where} without asking which of them are real",
             padded or ["this batch is full; the last one of the dataset is short"],
             "Padding would count as data.",
-            [
-                "rx.mean(per_example_loss), the mean over the real rows",
-                "rx.valid_rows(), a mask of the real rows, or rx.metrics",
-                "drop the short batch: from_arrays(..., drop_remainder=True)",
-            ],
+            instead,
         )
     )
 
