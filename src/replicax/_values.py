@@ -100,13 +100,25 @@ def components(value: PerReplica) -> tuple[Any, ...]:
     """This process's components of a host value; padding rows are left out."""
     if value.form == PARTS:
         return tuple(value.data)
+    if isinstance(value.data, jax.ShapeDtypeStruct):
+        return _specs(value)
     blocks = _blocks(value.data)
-    if value.form == STACKED:
-        return tuple(block.reshape(block.shape[1:]) for block in blocks)
+    stacked = value.form == STACKED
     if value.mask is None:
-        return tuple(blocks)
+        return tuple(block.reshape(block.shape[1:]) for block in blocks) if stacked else tuple(blocks)
     counts = [int(np.asarray(block)[0, 0]) for block in _blocks(value.mask)]
-    return tuple(block[:count] for block, count in zip(blocks, counts, strict=True))
+    return tuple(block[0 if stacked and count else slice(count)] for block, count in zip(blocks, counts, strict=True))
+
+
+def _specs(value: PerReplica) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What each component of a described value would be, padding included."""
+    sharding = value.data.sharding
+    assert isinstance(sharding, NamedSharding)
+    replicas = sharding.mesh.shape[AXIS]
+    here = replicas * len(sharding.addressable_devices) // sharding.mesh.size
+    rows, *rest = value.data.shape
+    shape = tuple(rest) if value.form == STACKED else (rows // replicas, *rest)
+    return (jax.ShapeDtypeStruct(shape, value.data.dtype),) * here
 
 
 def _blocks(array: jax.Array) -> list[jax.Array]:
