@@ -777,8 +777,12 @@ def on_read_none(variable: Any) -> VariableError:
     )
 
 
+class ComponentlessWriteError(VariableError, RuntimeError):
+    """Something was added to an on-read variable where it is not said which component should take it."""
+
+
 def on_read_sum_from_across(variable: Any, method: str) -> VariableError:
-    return VariableError(
+    return ComponentlessWriteError(
         f"SyncOnReadVariable does not support `{method}` in cross-replica context when aggregation is set to "
         f"`VariableAggregation.SUM`: `{variable.name}.{method}(x)`. Which component should take x? Call it inside a "
         f"replica, or write `{variable.name}.assign({variable.name}.value + x)`."
@@ -819,8 +823,12 @@ def not_a_variable(call: str, leaf: Any) -> TypeError:
 # -- Steps that would give wrong numbers
 
 
+class UnreducedWriteError(LocalityError, ValueError):
+    """A value that differs between replicas was written to a variable that has one value for all of them."""
+
+
 def unreduced_write(fn: Any, variable: Any, site: Any, origin: Any) -> LocalityError:
-    return LocalityError(
+    return UnreducedWriteError(
         message(
             f"`{_name(fn)}` writes a per-replica value to the mirrored variable {variable.name!r} at {site}",
             [f"it became per-replica at {origin.site}: {origin.why}" if origin.site else f"because {origin.why}"],
@@ -913,12 +921,18 @@ class AbsentProcessError(ReplicaxError, TimeoutError):
 # -- Updates, destinations and colocation
 
 
+def not_an_accumulation(given: Any) -> TypeError:
+    return TypeError(
+        f"ReductionToOneDevice(accumulation_fn={given!r}): a function that adds up a list of arrays, or None for `+`."
+    )
+
+
 class ReduceOpError(ReplicaxError, AssertionError, ValueError):
     """A word that says how to aggregate a variable where one that names a reduction is needed."""
 
 
 class ForeignVariableError(VariableError, AssertionError):
-    """What was to be updated is no variable, or none of this strategy."""
+    """What was to be read or updated is no variable, or none of this strategy."""
 
 
 class UpdateArgumentError(LocalityError, AssertionError, ValueError):
@@ -983,6 +997,16 @@ def broadcast_of_per_replica(value: Any) -> UpdateArgumentError:
             [" ".join(_short(value).split())],
             "One value goes to all devices; which of these is it?",
             ['strategy.reduce("mean", value)', "strategy.experimental_local_results(value)[0]"],
+        )
+    )
+
+
+def read_of_no_variable(given: Any) -> ForeignVariableError:
+    return ForeignVariableError(
+        message(
+            "strategy.extended.read_var(v): v is not an rx.Variable",
+            [_short(given)],
+            instead=["strategy.reduce(op, x) for a value per replica"],
         )
     )
 
@@ -1181,7 +1205,7 @@ def created_by_this_replica_only(name: str, replica: int, made: Sequence[str]) -
 
 
 def unequal_copies(fn: Any, variable: Any, site: Any, copies: Sequence[Any]) -> LocalityError:
-    return LocalityError(
+    return UnreducedWriteError(
         message(
             f"`{_name(fn)}` left unequal copies of the mirrored variable {variable.name!r}, written at {site}",
             [f"replica {i}  {' '.join(str(copy).split())[:100]}" for i, copy in enumerate(copies)],

@@ -139,6 +139,11 @@ def _is_number(x: Any, kind: type) -> bool:
     return isinstance(x, kind) and not isinstance(x, bool)
 
 
+def is_count(x: Any, at_least: int = 1) -> bool:
+    """Whether `x` says how many: a whole number, Python's or NumPy's."""
+    return _is_number(x, numbers.Integral) and x >= at_least
+
+
 def CollectiveHints(bytes_per_pack: int = 0, timeout_seconds: float | None = None) -> CommunicationOptions:
     """The former name of `CommunicationOptions`."""
     return CommunicationOptions(bytes_per_pack=bytes_per_pack, timeout_seconds=timeout_seconds)

@@ -190,6 +190,21 @@ def select_replica(index: int, tree: PyTree) -> PyTree:
     )
 
 
+def of_first(tree: PyTree) -> PyTree:
+    """The structure with the first replica's component in place of each value per replica; in a run all get it."""
+
+    def first(leaf: Any) -> Any:
+        if not isinstance(leaf, PerReplica):
+            return leaf
+        if leaf.form != TRACED:
+            return leaf.values[0]
+        mode = _context.current()
+        assert mode is not None and mode.ledger is not None, "a traced value lives in a run"
+        return mode.ledger.first(leaf.data)
+
+    return jax.tree.map(first, tree, is_leaf=is_leaf)
+
+
 def is_leaf(x: Any) -> bool:
     """Where trees of user values end for us: at a value per replica and at None."""
     return x is None or isinstance(x, DistributedValues)

@@ -106,6 +106,10 @@ class Optimizer:
                 f'rx.Optimizer(gradients={gradients!r}): write "mean" if each replica\'s loss is a mean over its own '
                 'rows, "sum" if it was divided by the global batch size.'
             )
+        if not callable(getattr(transform, "init", None)) or not callable(getattr(transform, "update", None)):
+            raise TypeError(
+                f"rx.Optimizer({transform!r}, ...): the first argument is an Optax transformation, optax.sgd(0.1) say."
+            )
         self.transform = _extended(transform)
         self.gradients = ReduceOp.parse(gradients)
         self.shard_state = shard_state

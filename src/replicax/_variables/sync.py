@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from replicax import _context, _errors
 from replicax._context import Kind, Mode
@@ -125,6 +126,10 @@ def _single(variable: Variable, value: Any, method: str) -> Any:
 
 def read_across(variable: Variable) -> Any:
     """What code across replicas reads, asked from anywhere: the components of an on-read variable combined."""
+    if not hasattr(variable, "on_read"):
+        if isinstance(variable, (jax.Array, np.ndarray, np.generic, numbers.Number)):
+            return variable  # the same on all replicas, and no variable
+        raise _errors.read_of_no_variable(variable)
     mode = _context.current()
     if not variable.on_read:
         return variable.value

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from replicax._errors import InputError, OutOfRangeError, message
+from replicax._options import is_count
 from replicax.train._manager import CheckpointManager
 
 PASSING = (jax.errors.JaxRuntimeError, OSError, FloatingPointError)
@@ -83,6 +84,8 @@ class Monitor:
         Returns:
           How many steps further the variables are.
         """
+        if num_steps is not None and not is_count(num_steps, at_least=0):
+            raise ValueError(f"Monitor.run_steps({num_steps!r}): a number of steps, or None until the data ends.")
         start = self.steps_done
         goal = None if num_steps is None else start + num_steps
         while goal is None or self.steps_done < goal:
