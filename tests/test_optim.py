@@ -7,11 +7,11 @@ import optax
 import pytest
 
 import replicax as rx
+from tests.strategies import COMPILED
 
 ROWS, STEPS = 16, 20
 
-STRATEGIES = {f"mirrored-{n}": (lambda n=n: rx.MirroredStrategy(jax.devices()[:n])) for n in (1, 2, 4)}
-STRATEGIES["central-2"] = lambda: rx.experimental.CentralStorageStrategy(jax.devices()[:2], jax.devices()[2])
+SOME = ("one_device", "mirrored_2", "mirrored_4", "central_2")
 
 schedule = optax.warmup_cosine_decay_schedule(0.0, 0.05, 5, 20)
 
@@ -32,13 +32,14 @@ TRANSFORMS = {
     "inject-hyperparams": lambda: optax.inject_hyperparams(optax.sgd)(learning_rate=schedule, momentum=0.9),
     "masked": lambda: optax.chain(optax.masked(optax.trace(0.9), [True, False]), optax.scale(-0.05)),
     "ema": lambda: optax.chain(optax.ema(0.5), optax.scale(-0.05)),
+    "sm3": lambda: optax.sm3(0.05),
     "noise": lambda: optax.chain(optax.add_noise(0.01, 0.55, jax.random.key(3)), optax.sgd(0.05)),
 }
 
 
-@pytest.fixture(params=STRATEGIES.values(), ids=STRATEGIES.keys())
+@pytest.fixture(params=SOME)
 def strategy(request):
-    return request.param()
+    return COMPILED[request.param]()
 
 
 @pytest.fixture
@@ -73,52 +74,65 @@ def plain(transform, steps=STEPS):
         updates, state = transform.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
 
-    for x, y in zip(*data(), strict=True):
+    for x, y in list(zip(*data(), strict=True))[:steps]:
         params, state = step(params, state, x, y)
     return [np.asarray(p) for p in params]
 
 
-def train(strategy, optimizer, **apply):
+def train(strategy, *optimizers, steps=STEPS):
+    """A model for each optimizer, all trained in one program."""
     with strategy.scope():
-        variables = [rx.Variable(value, name=f"v{i}") for i, value in enumerate(start())]
+        models = [[rx.Variable(value, name=f"v{i}") for i, value in enumerate(start())] for _ in optimizers]
 
     def step(x, y):
-        loss = lambda: squared_error([v.value for v in variables], x, y)  # noqa: E731
-        _, gradients = rx.value_and_grad(loss, variables)()
-        optimizer.apply_gradients(zip(gradients, variables, strict=True), **apply)
+        for variables, optimizer in zip(models, optimizers, strict=True):
+            loss = lambda: squared_error([v.value for v in variables], x, y)  # noqa: B023, E731
+            _, gradients = rx.value_and_grad(loss, variables)()
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
-    for x, y in strategy.distribute_dataset(list(zip(*data(), strict=True))):
+    for x, y in strategy.distribute_dataset(list(zip(*data(), strict=True))[:steps]):
         strategy.run(step, (x, y))
-    return variables
+    return models
 
 
-def assert_equal(variables, expected, bound=1e-5):
+def assert_equal(variables, expected, name="", bound=1e-5):
     for variable, array in zip(variables, expected, strict=True):
-        np.testing.assert_allclose(variable.numpy(), array, rtol=0, atol=bound * np.abs(array).max())
+        np.testing.assert_allclose(variable.numpy(), array, rtol=0, atol=bound * np.abs(array).max(), err_msg=name)
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_twenty_steps_are_those_of_plain_optax(strategy, name):
-    variables = train(strategy, rx.Optimizer(TRANSFORMS[name](), gradients="mean"))
-
-    assert_equal(variables, plain(TRANSFORMS[name]()))
+@pytest.fixture(scope="module")
+def expected():
+    return {name: plain(make()) for name, make in TRANSFORMS.items()}
 
 
-@pytest.mark.parametrize("name", ["momentum", "adam", "clipped"])
-def test_line_by_line_gives_the_same(name):
+@pytest.mark.parametrize("name", COMPILED)
+def test_twenty_steps_of_any_transformation_are_those_of_plain_optax(name, expected):
+    optimizers = [rx.Optimizer(make(), gradients="mean") for make in TRANSFORMS.values()]
+
+    models = train(COMPILED[name](), *optimizers)
+
+    for transform, variables in zip(TRANSFORMS, models, strict=True):
+        assert_equal(variables, expected[transform], transform)
+
+
+def test_line_by_line_gives_the_same():
+    names = ["momentum", "adam", "clipped"]
     strategy = rx.MirroredStrategy(jax.devices()[:2], eager=True)
 
-    variables = train(strategy, rx.Optimizer(TRANSFORMS[name](), gradients="mean"))
+    models = train(strategy, *[rx.Optimizer(TRANSFORMS[name](), gradients="mean") for name in names], steps=4)
 
-    assert_equal(variables, plain(TRANSFORMS[name]()))
+    for name, variables in zip(names, models, strict=True):
+        assert_equal(variables, plain(TRANSFORMS[name](), steps=4), name)
 
 
-@pytest.mark.parametrize("name", ["momentum", "adam", "adafactor", "multi-steps"])
-def test_cut_slots_give_what_whole_ones_give(strategy, name):
-    whole = train(strategy, rx.Optimizer(TRANSFORMS[name](), gradients="mean"))
-    cut = train(strategy, rx.Optimizer(TRANSFORMS[name](), gradients="mean", shard_state=True))
+def test_cut_slots_give_what_whole_ones_give(strategy):
+    names = ["momentum", "adam", "adafactor", "multi-steps"]
 
-    assert_equal(cut, [v.numpy() for v in whole], bound=1e-6)
+    whole = train(strategy, *[rx.Optimizer(TRANSFORMS[name](), gradients="mean") for name in names])
+    cut = train(strategy, *[rx.Optimizer(TRANSFORMS[name](), gradients="mean", shard_state=True) for name in names])
+
+    for name, variables, others in zip(names, cut, whole, strict=True):
+        assert_equal(variables, [v.numpy() for v in others], name, bound=1e-6)
 
 
 @pytest.mark.parametrize("replicas", [2, 4])
@@ -164,11 +178,6 @@ def test_sum_and_mean_differ_by_the_number_of_replicas(strategy):
     assert after("sum") == 1 - 0.5 * strategy.num_replicas_in_sync
 
 
-def test_an_optimizer_is_made_of_a_transformation():
-    with pytest.raises(TypeError, match="'sgd'.*Optax transformation"):
-        rx.Optimizer("sgd", gradients="sum")
-
-
 def test_gradients_has_no_default():
     with pytest.raises(TypeError):
         rx.Optimizer(optax.sgd(0.1))
@@ -176,10 +185,74 @@ def test_gradients_has_no_default():
         rx.Optimizer(optax.sgd(0.1), gradients="average")
 
 
+WRONG_TRANSFORMS = {"a number": 0.1, "a function": optax.adam, "a schedule": schedule}
+
+
+@pytest.mark.parametrize("kind", WRONG_TRANSFORMS)
+def test_what_is_no_transformation_is_refused(kind):
+    with pytest.raises(TypeError, match="takes an Optax transformation"):
+        rx.Optimizer(WRONG_TRANSFORMS[kind], gradients="mean")
+    with pytest.raises(TypeError, match="takes an Optax transformation"):
+        rx.TrainState.create({"w": jnp.ones(2)}, WRONG_TRANSFORMS[kind])
+
+
+def test_gradients_that_would_be_stretched_or_lost_are_refused(two):
+    with two.scope():
+        v = rx.Variable([1.0, 2.0], name="v")
+        optimizer = rx.Optimizer(optax.sgd(0.5), gradients=rx.ReduceOp.MEAN)
+
+    for gradient in (jnp.ones(()), jnp.ones(3), jnp.ones((2, 1))):
+        with pytest.raises(rx.VariableError, match=r"'v' float32\[2\] mirrored>  gradient of shape \["):
+            two.run(lambda: optimizer.apply_gradients([(gradient, v)]))  # noqa: B023
+    with pytest.raises(rx.VariableError, match="more than one gradient for a variable"):
+        two.run(lambda: optimizer.apply_gradients([(jnp.ones(2), v)] * 2))
+    assert v.numpy().tolist() == [1.0, 2.0]
+
+
+def test_slots_are_called_what_the_transformation_calls_them(two):
+    with two.scope():
+        variables = [rx.Variable(jnp.ones((2, 3)), name="kernel"), rx.Variable(jnp.ones(3), name="bias")]
+    transforms = {
+        optax.inject_hyperparams(optax.adam)(learning_rate=0.1): [
+            "optimizer/count", "optimizer/learning_rate", "optimizer/b1", "optimizer/b2", "optimizer/eps",
+            "optimizer/eps_root", "optimizer/count", "kernel/mu", "bias/mu", "kernel/nu", "bias/nu",
+        ],
+        optax.scale_by_lbfgs(memory_size=2): [
+            "optimizer/count", "kernel/params", "bias/params", "kernel/updates", "bias/updates",
+            "kernel/diff_params_memory", "bias/diff_params_memory", "kernel/diff_updates_memory",
+            "bias/diff_updates_memory", "optimizer/weights_memory",
+        ],
+    }  # fmt: skip
+
+    for transform, names in transforms.items():
+        optimizer = rx.Optimizer(transform, gradients="mean")
+        assert repr(optimizer) == '<rx.Optimizer gradients="mean": no slots yet>'
+        optimizer.build(variables)
+
+        assert sorted(slot.name for slot in optimizer.slots) == sorted(names)
+
+
+def test_a_learning_rate_may_be_changed_between_steps(two, compilations):
+    with two.scope():
+        v = rx.Variable(1.0)
+        optimizer = rx.Optimizer(optax.inject_hyperparams(optax.sgd)(learning_rate=0.5), gradients="mean")
+
+    def step():
+        optimizer.apply_gradients([(jnp.float32(1.0), v)])
+
+    two.run(step)
+    rate = optimizer.state.hyperparams["learning_rate"]
+    rate.assign(0.25)
+    with compilations() as names:
+        two.run(step)
+
+    assert (float(v), names) == (0.25, [])
+
+
 def test_an_optimizer_made_outside_of_the_scope_keeps_its_slots_with_the_variables(two):
     optimizer = rx.Optimizer(optax.adam(0.02), gradients="mean")
 
-    variables = train(two, optimizer)
+    (variables,) = train(two, optimizer)
 
     assert {slot.strategy for slot in optimizer.slots} == {two}
     assert_equal(variables, plain(optax.adam(0.02)))

@@ -57,7 +57,7 @@ class TrainState:
     @classmethod
     def create(cls, params: PyTree, transform: optax.GradientTransformation) -> TrainState:
         """The state before the first step."""
-        transform = _extended(transform)
+        transform = _extended(transform, "rx.TrainState.create(params, transform)")
         return cls(jnp.zeros((), jnp.int32), params, transform.init(params), transform)
 
     def apply(self, gradients: PyTree, **extra: Any) -> TrainState:
@@ -78,7 +78,7 @@ class Optimizer:
 
     Args:
       transform: Any `optax.GradientTransformation`.
-      gradients: ``"mean"`` or ``"sum"``.
+      gradients: ``"mean"`` or ``"sum"``, or the member of `rx.ReduceOp`.
       shard_state: Cuts the slots over the replicas between steps (ZeRO-1): each device then holds 1/N of them.
 
     >>> import jax, jax.numpy as jnp, optax, replicax as rx
@@ -97,27 +97,22 @@ class Optimizer:
     def __init__(
         self,
         transform: optax.GradientTransformation,
+        gradients: Literal["sum", "mean"] | ReduceOp,
         *,
-        gradients: Literal["sum", "mean"],
         shard_state: bool = False,
     ) -> None:
-        if gradients not in ("sum", "mean"):
-            raise ValueError(
-                f'rx.Optimizer(gradients={gradients!r}): write "mean" if each replica\'s loss is a mean over its own '
-                'rows, "sum" if it was divided by the global batch size.'
-            )
-        if not callable(getattr(transform, "init", None)) or not callable(getattr(transform, "update", None)):
-            raise TypeError(
-                f"rx.Optimizer({transform!r}, ...): the first argument is an Optax transformation, optax.sgd(0.1) say."
-            )
-        self.transform = _extended(transform)
-        self.gradients = ReduceOp.parse(gradients)
+        self.transform = _extended(transform, "rx.Optimizer(transform, ...)")
+        self.gradients = _chosen(gradients)
         self.shard_state = shard_state
         self.variables: tuple[Variable, ...] = ()
         self.state: PyTree = None
         """The transformation's state, with a variable in place of each array."""
         self._building = threading.Lock()
         self._restore: Callable[[], None] | None = None
+
+    def __repr__(self) -> str:
+        held = f"{len(self.slots)} slots for {len(self.variables)} variables" if self.variables else "no slots yet"
+        return f'<rx.Optimizer gradients="{self.gradients.name.lower()}": {held}>'
 
     def build(self, variables: Iterable[Variable]) -> None:
         """Makes the slots now instead of at the first step, say to restore them from a checkpoint."""
@@ -140,27 +135,23 @@ class Optimizer:
         # The slots are made on the host even if a step is being traced: they outlive it.
         with _jax.on_host(), _context.push(Mode(strategy, Kind.CROSS)):
             state = self.transform.init([variable.value for variable in variables])
-            leaf_of: dict[int, Variable] = {}
+            names = [_last_word(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+            owners_of = _owners(self.transform, state, variables)
 
-            def slot(array: Any, variable: Variable) -> Any:
-                if _is_masked(array):
+            def made(array: Any, name: str, owner: Variable | None) -> Any:
+                if not _is_array(array):
                     return array
-                made = Variable(
-                    array, name=f"{variable.name}/slot", trainable=False, colocate_with=variable,
-                    layout=self._layout(array) or _as_variable(array, variable),
+                if owner is None:
+                    return Variable(array, name=f"optimizer/{name}", trainable=False)
+                return Variable(
+                    array, name=f"{owner.name}/{name}", trainable=False, colocate_with=owner,
+                    layout=self._layout(array) or _as_variable(array, owner),
                 )  # fmt: skip
-                leaf_of[id(made)] = variable
-                return made
 
-            def shared(array: Any) -> Any:
-                return Variable(array, name="optimizer/count", trainable=False) if _is_array(array) else array
-
-            from optax.tree_utils import tree_map_params
-
-            self.state = tree_map_params(
-                self.transform, slot, state, list(variables), transform_non_params=shared, is_leaf=_is_masked
-            )
-        self._slot_of = leaf_of
+            leaves, structure = jax.tree.flatten(state)
+            slots = [made(*given) for given in zip(leaves, names, owners_of, strict=True)]
+            self.state = jax.tree.unflatten(structure, slots)
+        self._slot_of = {id(slot): owner for slot, owner in zip(slots, owners_of, strict=True) if owner is not None}
         self.variables = variables
 
     def _layout(self, array: Any) -> PartitionSpec | None:
@@ -251,6 +242,7 @@ class Optimizer:
         unknown = [variable for variable in gradients if variable not in self.variables]
         if unknown:
             raise _errors.unknown_to_optimizer(unknown, self.variables)
+        _require_shapes(gradients)
         values = [variable.value for variable in self.variables]
         dense = [
             _dense(gradients[v], v) if v in gradients else jnp.zeros_like(value)
@@ -297,8 +289,29 @@ class Optimizer:
         return [leaf for leaf in jax.tree.leaves(self.state) if isinstance(leaf, Variable)]
 
 
+def _chosen(gradients: Any) -> ReduceOp:
+    for op in (ReduceOp.SUM, ReduceOp.MEAN):
+        if gradients is op or isinstance(gradients, str) and gradients.upper() == op.name:
+            return op
+    raise ValueError(
+        f'rx.Optimizer(gradients={gradients!r}): write "mean" if each replica\'s loss is a mean over its own rows, "sum" '
+        "if it was divided by the global batch size."
+    )
+
+
 def _assign(variable: Variable, value: Any, when: Any) -> None:
     variable.assign(value if when is None else jnp.where(when, value, variable.value))
+
+
+def _no_transformation(given: Any, call: str) -> TypeError:
+    name = getattr(given, "__name__", None)
+    return TypeError(
+        _errors.message(
+            f"`{call}` takes an Optax transformation",
+            [f"transform  {type(given).__name__}" + f"  {name}" * (name is not None)],
+            instead=["`optax.sgd(0.1)`", "a schedule is the learning rate of one: `optax.sgd(schedule)`"],
+        )
+    )
 
 
 def _no_gradients(call: str) -> ValueError:
@@ -311,9 +324,11 @@ def _no_gradients(call: str) -> ValueError:
 # Optax is imported by whoever has a transformation for us, not by `import replicax`.
 
 
-def _extended(transform: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def _extended(transform: optax.GradientTransformation, call: str) -> optax.GradientTransformationExtraArgs:
     import optax
 
+    if not (callable(getattr(transform, "init", None)) and callable(getattr(transform, "update", None))):
+        raise _no_transformation(transform, call)
     return optax.with_extra_args_support(transform)
 
 
@@ -323,10 +338,40 @@ def _moved(params: PyTree, updates: PyTree) -> Any:
     return optax.apply_updates(params, updates)
 
 
-def _is_masked(x: Any) -> bool:
-    import optax
+def _owners(transform: Any, state: PyTree, variables: tuple[Variable, ...]) -> list[Variable | None]:
+    """For each leaf of a state, the variable that it is a slot of; None for what belongs to no single one."""
+    from optax.tree_utils import tree_map_params
 
-    return isinstance(x, optax.MaskedNode)  # where a transformation keeps nothing for a parameter
+    leaves, structure = jax.tree.flatten(state)
+    owners: list[Variable | None] = [None] * len(leaves)
+
+    def like_the_parameters(numbers: Any) -> None:
+        for part, variable in zip(numbers, variables, strict=True):
+            for number in jax.tree.leaves(part):  # none where it is masked, several in SM3
+                owners[number] = variable
+
+    numbered = jax.tree.unflatten(structure, range(len(leaves)))
+    try:
+        tree_map_params(transform, like_the_parameters, numbered, is_leaf=lambda _: True)
+    except Exception:  # Optax makes a state of placeholders, and L-BFGS, say, looks at its parameters
+        return [_by_path(path, variables) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    return owners
+
+
+def _by_path(path: tuple[Any, ...], variables: tuple[Variable, ...]) -> Variable | None:
+    """The slot of the third variable is the third entry of a list that has a name: `.mu[2]`."""
+    index = getattr(path[-1], "idx", None) if len(path) > 1 and _word(path[-2]) else None
+    return variables[index] if index is not None and index < len(variables) else None
+
+
+def _last_word(path: tuple[Any, ...]) -> str:
+    """What a transformation calls a part of its state: `mu`, `count`, `learning_rate`."""
+    return next((word for key in reversed(path) if (word := _word(key))), "slot")
+
+
+def _word(key: Any) -> str | None:
+    word = getattr(key, "name", getattr(key, "key", None))
+    return word if isinstance(word, str) else None
 
 
 def _is_array(x: Any) -> bool:
@@ -341,7 +386,17 @@ def _pairs(grads_and_vars: Any) -> list[tuple[Any, Variable]]:
                 f"rx.Optimizer.apply_gradients takes pairs (gradient, variable), got {type(pair).__name__}. "
                 "Write opt.apply_gradients(zip(gradients, variables))."
             )
+    seen: set[Variable] = set()
+    twice = [v for _, v in pairs if isinstance(v, Variable) and (v in seen or seen.add(v))]
+    if twice:
+        raise _errors.two_gradients(twice)
     return [(gradient, variable) for gradient, variable in pairs]
+
+
+def _require_shapes(gradients: dict[Variable, Any]) -> None:
+    bad = [(v, jnp.shape(g)) for v, g in gradients.items() if not is_slices(g) and jnp.shape(g) != v.shape]
+    if bad:
+        raise _errors.gradients_of_other_shapes(bad)
 
 
 def _one_each(gradient: Any, strategy: Strategy) -> Any:
