@@ -125,10 +125,11 @@ def test_data_that_begins_anew_is_told(strategy, tmp_path):
     assert float(again.total) == 4 * (1 + 2 + 1)
 
 
-def test_without_a_scope_the_strategy_of_the_dataset_is_used():
+@pytest.mark.parametrize("of", [lambda data: data, iter], ids=["dataset", "iterator"])
+def test_without_a_scope_the_strategy_of_the_dataset_is_used(of):
     model = Summing(rx.MirroredStrategy(jax.devices()[:2]))
 
-    run = rx.train.fit(model.step, model.data, progress=False)
+    run = rx.train.fit(model.step, of(model.data), progress=False)
 
     assert (run.step, run.numbers) == (5, {"loss": 5.0})
 
@@ -153,6 +154,21 @@ def test_evaluates_exactly_and_reports(strategy):
 
     assert run.numbers == {"loss": 5.0, "mean": 3.0}
     assert len(calls) == 3
+
+
+def test_the_best_checkpoints_are_those_of_the_numbers_at_their_step(strategy, tmp_path):
+    model = Summing(strategy, batches=6)
+    numbers = iter([3.0, 9.0, 1.0])
+    checkpoint = rx.Checkpoint(total=model.total, data=model.data)
+    best = rx.CheckpointManager(checkpoint, tmp_path / "b", max_to_keep=1, keep_best=("accuracy", "max"))
+    lowest = rx.CheckpointManager(checkpoint, tmp_path / "l", max_to_keep=1, keep_best=("loss", "min"))
+
+    model.fit(manager=best, save_every=2, evaluate=lambda: {"accuracy": next(numbers)})
+    assert (best.best, best.all_steps, best.metrics(6)) == (4, [4, 6], {"loss": 6.0, "accuracy": 1.0})
+
+    model.data.set_state({})
+    model.fit(manager=lowest, save_every=2)
+    assert (lowest.best, lowest.metrics(2)) == (2, {"loss": 2.0})
 
 
 def test_stops_when_told_to(strategy):
@@ -203,15 +219,27 @@ def test_without_tensorboardx_one_line_says_how_to_get_it(tmp_path, monkeypatch)
         rx.train.fit(lambda x: None, [np.ones(2)], log_dir=str(tmp_path), progress=False)
 
 
-def test_a_bar_shows_progress(capsys):
+def test_a_bar_shows_progress(capsys, tmp_path):
     model = Summing(rx.OneDeviceStrategy("cpu:0"))
+    numbers = dict(report_every=1, evaluate=lambda: {"accuracy": 0.5}, manager=model.manager(tmp_path))
 
     with model.strategy.scope():
-        rx.train.fit(model.step, model.data, steps=5, progress=True, report_every=1)
+        rx.train.fit(model.step, model.data, steps=4, progress=True, **numbers)
+        first = capsys.readouterr().err
+        rx.train.fit(model.step, model.data, steps=5, progress=True, **numbers)
+        second = capsys.readouterr().err
 
-    shown = capsys.readouterr().err
-    assert "5/5" in shown
-    assert "steps/s" in shown
+    assert "4/4" in first and "steps/s" in first
+    assert "loss 4  accuracy 0.5" in first
+    assert "Going on after step 4." in second and "5/5" in second
+
+
+def test_slow_steps_are_shown_in_seconds():
+    from replicax.train._bar import _rate
+
+    assert [_rate(speed) for speed in (None, 0.0, 0.25, 1.0, 1234.56)] == [
+        "", "", "4.0 s/step", "1.0 steps/s", "1234.6 steps/s",
+    ]  # fmt: skip
 
 
 def test_a_generator_cannot_be_gone_through_again():
@@ -229,6 +257,7 @@ WRONG = {
     "evaluate_every=3  has nothing to call": dict(evaluate_every=3),
     "manager='runs'": dict(manager="runs"),
     "stop=3": dict(stop=3),
+    "log_dir=3": dict(log_dir=3),
 }
 
 
@@ -259,6 +288,8 @@ def test_an_evaluation_returns_numbers_by_name():
         rx.train.fit(lambda x: None, [np.ones(2)], evaluate=lambda: 3.0, progress=False)
     with pytest.raises(ValueError, match="takes metrics by name"):
         rx.train.evaluation(lambda x: None, [np.ones(2)], [rx.metrics.Mean()])
+    with pytest.raises(ValueError, match="was not given a step to call"):
+        rx.train.evaluation(None, [np.ones(2)], {})
 
 
 def test_an_empty_dataset_is_named():
@@ -285,8 +316,48 @@ def test_an_interrupt_ends_after_the_step_under_way_and_saves(tmp_path):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_run_that_is_cut_short_saves_at_once_and_does_not_evaluate(tmp_path):
+    """Even where the best are kept: a checkpoint without a number is never the best."""
+    model = Summing(rx.OneDeviceStrategy("cpu:0"))
+    checkpoint = rx.Checkpoint(total=model.total, data=model.data)
+    manager = rx.CheckpointManager(checkpoint, tmp_path, max_to_keep=1, keep_best=("accuracy", "max"))
+    evaluated = []
+
+    def evaluate():
+        evaluated.append(1)
+        return {"accuracy": 1.0}
+
+    def interrupted(numbers):
+        if numbers["loss"] == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return False
+
+    run = model.fit(
+        manager=manager, report_every=1, save_every=2, evaluate=evaluate, evaluate_every=2, stop=interrupted
+    )
+
+    assert run.ended == "interrupt"
+    assert len(evaluated) == run.step // 2
+    assert (manager.all_steps, manager.best) == ([2, run.step], 2) if run.step == 3 else ([4], 4)
+
+
+def test_a_handler_of_ones_own_is_called_once_the_state_is_saved(tmp_path):
+    model = Summing(rx.OneDeviceStrategy("cpu:0"))
+    manager, called = model.manager(tmp_path), []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: called.append((number, manager.all_steps)))
+
+    try:
+        run = model.fit(steps=100, manager=manager, report_every=1, stop=lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+    assert run.ended == "interrupt"
+    assert called == [(signal.SIGTERM, [run.step])]
+
+
 @pytest.mark.processes
-def test_ctrl_c_leaves_a_program_cleanly_and_the_same_command_goes_on(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_a_signal_leaves_a_program_cleanly_and_the_same_command_goes_on(tmp_path, number):
     program = textwrap.dedent(f"""
         import sys, numpy as np, replicax as rx
         w = rx.Variable(0, name="w")
@@ -310,13 +381,16 @@ def test_ctrl_c_leaves_a_program_cleanly_and_the_same_command_goes_on(tmp_path):
     with start(10**9) as first:
         while first.stdout.readline() != "step 20\n":
             pass
-        first.send_signal(signal.SIGINT)
+        first.send_signal(number)
         out, _ = first.communicate(timeout=60)
-    word, why, step, w = out.splitlines()[-1].split()
-    assert (first.returncode, word, why) == (0, "ended", "interrupt")
-    assert int(step) == int(w) >= 20
+    step = int(rx.train.latest_checkpoint(tmp_path).split("-")[-1])
+    assert step >= 20
+    if number == signal.SIGINT:  # ends the loop; the program goes on after it
+        assert (first.returncode, out.splitlines()[-1]) == (0, f"ended interrupt {step} {step}")
+    else:  # ends the program, which tells whoever started it that it was not done
+        assert (first.returncode, "ended" in out) == (128 + signal.SIGTERM, False)
 
-    with start(int(step) + 5) as second:
+    with start(step + 5) as second:
         out, _ = second.communicate(timeout=60)
-    assert out.splitlines()[0] == f"step {int(step) + 1}"
-    assert out.splitlines()[-1] == f"ended steps {int(step) + 5} {int(step) + 5}"
+    assert out.splitlines()[0] == f"step {step + 1}"
+    assert out.splitlines()[-1] == f"ended steps {step + 5} {step + 5}"

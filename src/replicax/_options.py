@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import numbers
+import operator
 from typing import Any
 
 
@@ -139,11 +140,6 @@ def _is_number(x: Any, kind: type) -> bool:
     return isinstance(x, kind) and not isinstance(x, bool)
 
 
-def is_count(x: Any, at_least: int = 1) -> bool:
-    """Whether `x` says how many: a whole number, Python's or NumPy's."""
-    return _is_number(x, numbers.Integral) and x >= at_least
-
-
 def CollectiveHints(bytes_per_pack: int = 0, timeout_seconds: float | None = None) -> CommunicationOptions:
     """The former name of `CommunicationOptions`."""
     return CommunicationOptions(bytes_per_pack=bytes_per_pack, timeout_seconds=timeout_seconds)
@@ -176,3 +172,11 @@ class RunOptions:
                 f"RunOptions(donate={self.donate!r}): expected positions of arguments, counted from 0: donate=(0,)."
             )
         object.__setattr__(self, "donate", tuple(dict.fromkeys(donate)))
+
+
+def is_count(x: Any, least: int = 1) -> bool:
+    """Whether `x` is a whole number, `least` or more. Python takes True for one; nobody counts with it."""
+    try:
+        return not isinstance(x, bool) and operator.index(x) >= least
+    except TypeError:
+        return False

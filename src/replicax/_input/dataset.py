@@ -103,6 +103,7 @@ class DistributedDataset:
 
     def _open(self) -> DistributedIterator:
         iterator = DistributedIterator(self._open_steps, self._depths)
+        iterator.strategy = self.strategy
         if self._begin_at is not None:
             iterator.set_state(self._begin_at)
         return iterator
@@ -122,6 +123,8 @@ class DistributedIterator:
     def __init__(self, open_steps: Callable[[], Steps], depths: Depths) -> None:
         self._open_steps = open_steps
         self._depths = depths
+        self.strategy: Any = None
+        """The strategy that made its dataset."""
         self._begin(open_steps())
 
     def _begin(self, steps: Steps) -> None:
@@ -129,7 +132,7 @@ class DistributedIterator:
         self._state = steps.get_state()
         self._reading: Reading | None = None
         self._peeked: tuple[PyTree, State] | None = None
-        self._closed = self.ended = False
+        self.ended = False
 
     def __iter__(self) -> DistributedIterator:
         return self
@@ -154,7 +157,7 @@ class DistributedIterator:
 
     def initialize(self) -> None:
         """Starts again from the beginning."""
-        self._stop_reading()
+        self.close()
         self._begin(self._open_steps())
 
     @property
@@ -185,28 +188,19 @@ class DistributedIterator:
 
     def set_state(self, state: State) -> None:
         """Goes to the place that `get_state` gave; an empty state is the beginning."""
-        self._stop_reading()
+        self.close()
         self._steps.set_state(state)
         self._begin(self._steps)
 
     def close(self) -> None:
-        """Ends this pass, and the thread that reads ahead, if there is one. Happens by itself at the end of the data.
-
-        Its place remains known. `initialize` and `set_state` begin again.
-        """
-        self._closed = True
-        self._stop_reading()
-
-    def _stop_reading(self) -> None:
+        """Ends the thread that reads ahead, if there is one. Happens by itself at the end of the data."""
         if self._reading is not None:
             self._reading.close()
 
     def _next(self) -> tuple[PyTree, State] | None:
-        if self._peeked is not None and not self._closed:
+        if self._peeked is not None:
             element, self._peeked = self._peeked, None
             return element
-        if self.ended or self._closed:  # a source may start again after its end; a pass may not
-            return None
         if self._reading is None:
             self._reading = Reading(self._steps, self._depths)
         element = self._reading.take()
@@ -223,9 +217,6 @@ class Optional:
     def has_value(self) -> bool:
         """Whether there is an element."""
         return bool(self._elements)
-
-    def __repr__(self) -> str:
-        return f"Optional({self._elements[0]!r})" if self._elements else "Optional(no value)"
 
     def get_value(self) -> PyTree:
         """The element; `rx.OutOfRangeError` if there is none."""

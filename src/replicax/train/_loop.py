@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import numpy as np
 from replicax import _context
 from replicax._errors import InputError, NotAvailableError, message
 from replicax._input.dataset import is_distributed
+from replicax._options import is_count
 from replicax._values import PerReplica
 from replicax.metrics import Metric
 from replicax.train._manager import CheckpointManager
@@ -33,7 +35,7 @@ class Run:
     numbers: Numbers
     """The last reported ones: of the step, and of the evaluation."""
     ended: Literal["steps", "data", "stop", "interrupt"]
-    """Why it ended: all steps were taken, the data ended, `stop` said so, or somebody pressed Ctrl-C."""
+    """Why it ended: all steps were taken, the data ended, `stop` said so, or a signal (Ctrl-C) asked for it."""
 
 
 def fit(
@@ -47,7 +49,7 @@ def fit(
     evaluate_every: int | None = None,
     report_every: int = 50,
     stop: Callable[[Numbers], bool] | None = None,
-    log_dir: str | None = None,
+    log_dir: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> Run:
     """Runs `step` on batch after batch, under the strategy in force, or else the one that made the dataset.
@@ -55,7 +57,8 @@ def fit(
     For the loop that would otherwise be written anew in each program; there is nothing in it that you could not write.
     With a `manager` it begins with the newest checkpoint, so that the same command goes on where it was; put the
     dataset into the checkpoint too, and it also goes on at the same batch. Ctrl-C ends the run after the step under way
-    and saves it; a second one breaks off.
+    and saves it; a second one breaks off. SIGTERM, with which schedulers announce the end, saves in the same way if there
+    is a `manager`; the program then exits with code 143, so that whoever started it knows to start it again.
 
     Args:
       step: A replica function. What it returns is reported: a number, called ``loss``, or a dict of numbers, each
@@ -63,7 +66,8 @@ def fit(
       dataset: A distributed dataset, or what `strategy.distribute_dataset` takes. A tuple is several arguments.
       steps: How many steps there shall be, those of earlier runs included. The data is gone through again as often as
         it takes; None goes through it once.
-      manager: Where to save: after every `save_every` steps and at the end.
+      manager: Where to save: after every `save_every` steps and at the end. The numbers of that step are saved with it;
+        if the manager keeps the best ones by a number that is not reported then, it is measured first.
       evaluate: Returns numbers; called after every `evaluate_every` steps and at the end. See `evaluation`.
       report_every: After how many steps the numbers are fetched from the devices, which waits for the step to finish.
       stop: Told the numbers whenever there are new ones; True ends the run.
@@ -81,7 +85,7 @@ def fit(
     """
     _require_sensible(
         step=step, steps=steps, manager=manager, save_every=save_every, evaluate=evaluate,
-        evaluate_every=evaluate_every, report_every=report_every, stop=stop,
+        evaluate_every=evaluate_every, report_every=report_every, stop=stop, log_dir=log_dir,
     )  # fmt: skip
     strategy, data = _distributed(dataset)
     loop = _Loop(strategy, report_every, manager, save_every, evaluate, evaluate_every, stop)
@@ -91,10 +95,19 @@ def fit(
     shown = strategy.is_chief and (sys.stderr.isatty() if progress is None else progress)
     from replicax.train._bar import drawn  # rich is for those who watch
 
-    with drawn(shown) as bar, _events(log_dir if strategy.is_chief else None) as events, _Interrupt() as interrupt:
-        loop.sinks = [bar.show, events]
+    signals = (signal.SIGINT,) if manager is None else (signal.SIGINT, signal.SIGTERM)
+    with (
+        drawn(shown) as bar,
+        _events(log_dir if strategy.is_chief else None) as events,
+        _Interrupt(signals) as interrupt,
+    ):
+        loop.show, loop.log = bar.show, events
         bar.begin(done, steps if steps is not None else _length(data))
-        return loop.run(step, data, done, steps, interrupt)
+        run = loop.run(step, data, done, steps, interrupt)
+        if run.ended == "interrupt":
+            bar.say(_where_it_goes_on(run.step, manager))
+    interrupt.carry_on()
+    return run
 
 
 def evaluation(step: Callable[..., Any], dataset: Any, metrics: Mapping[str, Metric]) -> Callable[[], Numbers]:
@@ -111,6 +124,8 @@ def evaluation(step: Callable[..., Any], dataset: Any, metrics: Mapping[str, Met
       dataset: Gone through from the beginning each time.
       metrics: What to report, by name.
     """
+    if not callable(step):
+        raise _no_step(step)
     if not isinstance(metrics, Mapping) or not all(isinstance(metric, Metric) for metric in metrics.values()):
         raise _no_metrics(metrics)
     strategy, data = _distributed(dataset)
@@ -143,39 +158,40 @@ class _Loop:
         self.evaluate = evaluate
         self.evaluate_every = evaluate_every
         self.stop = stop
-        self.sinks: list[Callable[[int, Numbers], None]] = []
+        self.show: Callable[[int, Numbers], None] = _nowhere
+        self.log: Callable[[int, Numbers], None] = _nowhere
         self.numbers: Numbers = {}
         self.alone = len({device.process_index for device in strategy.placement.mesh.devices.flat}) == 1
+        # The last step at which each of these was done, so that none is done twice.
+        self._reported = self._evaluated = self._saved = -1
+        self._of_this_step: Numbers = {}
 
     def run(self, step: Callable[..., Any], data: Any, done: int, steps: int | None, interrupt: _Interrupt) -> Run:
         begun, ended, out = done, "data" if steps is None else "steps", None
         for batch in _batches(data, done, steps):
             out = self.strategy.run(step, _arguments(batch))
             done += 1
-            reported = done % self.report_every == 0
-            if reported:
-                self._report(done, self._fetched(out))
-            evaluated = self.evaluate_every is not None and done % self.evaluate_every == 0
-            if evaluated:
+            self._of_this_step = {}
+            if done % self.report_every == 0:
+                self._report(done, out)
+            if self.evaluate_every is not None and done % self.evaluate_every == 0:
                 self._evaluate(done)
-            if self.manager is not None and done % self.save_every == 0:
-                self.manager.save(done, force=True)
-            wish = self._wish(reported or evaluated, interrupt)
+            if done % self.save_every == 0:
+                self._save(done, out)
+            wish = self._wish(done in (self._reported, self._evaluated), interrupt)
             if wish:
                 ended = wish
                 break
         if done > begun:
-            self._finish(done, out)
+            self._finish(done, out, in_a_hurry=ended == "interrupt")
         return Run(done, self.numbers, ended)  # type: ignore[arg-type]
 
-    def _finish(self, done: int, out: Any) -> None:
-        if done % self.report_every:
-            self._report(done, self._fetched(out))
-        if self.evaluate_every is None or done % self.evaluate_every:
+    def _finish(self, done: int, out: Any, in_a_hurry: bool) -> None:
+        self._report(done, out)
+        if not in_a_hurry:
             self._evaluate(done)
+        self._save(done, out, in_a_hurry)
         if self.manager is not None:
-            if done % self.save_every:
-                self.manager.save(done, force=True)
             self.manager.wait_until_finished()
 
     def _wish(self, news: bool, interrupt: _Interrupt) -> str | None:
@@ -183,15 +199,35 @@ class _Loop:
         if not (self.alone or news):
             return None  # the others are not asking either
         stopping = news and self.stop is not None and bool(self.stop(dict(self.numbers)))
-        if self.alone:
-            return "interrupt" if interrupt.asked else "stop" if stopping else None
-        interrupted, stopping = self._any([interrupt.asked, stopping])
-        return "interrupt" if interrupted else "stop" if stopping else None
+        if not self.alone:
+            interrupt.asked, stopping = self._largest([interrupt.asked, stopping])
+        return "interrupt" if interrupt.asked else "stop" if stopping else None
 
-    def _any(self, flags: list[bool]) -> list[bool]:
-        """Each flag, or'ed over the processes."""
-        here = tuple(np.array(flags, np.int32) for _ in self.strategy.placement.local_replicas)
-        return [bool(flag) for flag in np.asarray(self.strategy.run(_most, (PerReplica(here),)))]
+    def _largest(self, numbers: list[int]) -> list[int]:
+        """Each number, or a larger one that another process has."""
+        here = tuple(np.array(numbers, np.int32) for _ in self.strategy.placement.local_replicas)
+        return [int(number) for number in np.asarray(self.strategy.run(_most, (PerReplica(here),)))]
+
+    def _report(self, done: int, out: Any) -> None:
+        if self._reported < done:
+            self._reported = done
+            self._tell(done, self._fetched(out))
+
+    def _evaluate(self, done: int) -> None:
+        if self.evaluate is not None and self._evaluated < done:
+            self._evaluated = done
+            self._tell(done, _numbers("evaluate", self.evaluate()))
+
+    def _save(self, done: int, out: Any, in_a_hurry: bool = False) -> None:
+        if self.manager is None or self._saved == done:
+            return
+        self._saved = done
+        if self.manager.keep_best is not None and not in_a_hurry:
+            metric, _ = self.manager.keep_best
+            for measure in (lambda: self._report(done, out), lambda: self._evaluate(done)):
+                if metric not in self._of_this_step:
+                    measure()
+        self.manager.save(done, None if in_a_hurry else self._of_this_step, force=True)
 
     def _fetched(self, out: Any) -> Numbers:
         if out is None:
@@ -201,14 +237,11 @@ class _Loop:
     def _mean(self, value: Any) -> Any:
         return self.strategy.reduce("mean", value)
 
-    def _evaluate(self, done: int) -> None:
-        if self.evaluate is not None:
-            self._report(done, _numbers("evaluate", self.evaluate()))
-
-    def _report(self, done: int, numbers: Numbers) -> None:
+    def _tell(self, done: int, numbers: Numbers) -> None:
         self.numbers |= numbers
-        for sink in self.sinks:
-            sink(done, numbers)
+        self._of_this_step |= numbers
+        self.show(done, self.numbers)
+        self.log(done, numbers)
 
 
 def _distributed(dataset: Any) -> tuple[Any, Any]:
@@ -272,35 +305,64 @@ def _length(data: Any) -> int | None:
 
 
 class _Interrupt:
-    """Notes Ctrl-C instead of breaking off in the middle of a step. The second one does what Ctrl-C did before."""
+    """Notes a signal instead of breaking off in the middle of a step. The second one does what it did before."""
 
-    def __init__(self) -> None:
-        self.asked = False
-        self._before: Any = None
+    def __init__(self, signals: Sequence[int]) -> None:
+        self.asked = 0
+        """The signal that came."""
+        self._signals = signals
+        self._before: dict[int, Any] = {}
+        self._installed = False
 
     def __enter__(self) -> _Interrupt:
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._note)
+            # One that is ignored stays ignored (`nohup`); None is a handler that is not Python's and cannot be put back.
+            before = {number: signal.getsignal(number) for number in self._signals}
+            self._before = {n: old for n, old in before.items() if old not in (signal.SIG_IGN, None)}
+            self._installed = True
+            for number in self._before:
+                signal.signal(number, self._note)
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._restore()
 
     def _note(self, number: int, frame: object) -> None:
-        self.asked = True
+        self.asked = number
         self._restore()
 
     def _restore(self) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-            self._before = None
+        if self._installed:
+            self._installed = False
+            for number, before in self._before.items():
+                signal.signal(number, before)
+
+    def carry_on(self) -> None:
+        """What a program does that was asked to end, and has saved: Ctrl-C only ends the loop, SIGTERM the program."""
+        if self.asked != signal.SIGTERM:
+            return
+        before = self._before.get(signal.SIGTERM)
+        if callable(before):
+            before(self.asked, None)
+        else:
+            raise SystemExit(128 + signal.SIGTERM)
+
+
+def _where_it_goes_on(step: int, manager: CheckpointManager | None) -> str:
+    if manager is None:
+        return f"Interrupted after step {step}."
+    return f"Interrupted after step {step}, which is saved in {manager.directory}. The same command goes on from there."
+
+
+def _nowhere(done: int, numbers: Numbers) -> None:
+    """Nobody wants to know."""
 
 
 @contextlib.contextmanager
-def _events(log_dir: str | None) -> Iterator[Callable[[int, Numbers], None]]:
+def _events(log_dir: str | os.PathLike[str] | None) -> Iterator[Callable[[int, Numbers], None]]:
     """Writes numbers as TensorBoard events; nothing without a directory."""
     if log_dir is None:
-        yield lambda done, numbers: None
+        yield _nowhere
         return
     try:
         from tensorboardX import SummaryWriter
@@ -308,7 +370,7 @@ def _events(log_dir: str | None) -> Iterator[Callable[[int, Numbers], None]]:
         raise NotAvailableError(
             "rx.train.fit(log_dir=...) writes with tensorboardX: pip install 'replicax[tensorboard]'"
         ) from None
-    with SummaryWriter(log_dir) as writer:
+    with SummaryWriter(os.fspath(log_dir)) as writer:
 
         def write(done: int, numbers: Numbers) -> None:
             for name, value in numbers.items():
@@ -324,10 +386,11 @@ def _require_sensible(**given: Any) -> None:
         for kind, fits, names in (
             ("a function", callable, ("step",)),
             ("a function, or None", _optional(callable), ("evaluate", "stop")),
-            ("a number of steps, or None", _optional(lambda x: _is_count(x, 0)), ("steps",)),
-            ("a number of steps from 1 on", lambda x: _is_count(x, 1), ("save_every", "report_every")),
-            ("a number of steps from 1 on, or None", _optional(lambda x: _is_count(x, 1)), ("evaluate_every",)),
+            ("a number of steps, or None", _optional(lambda x: is_count(x, 0)), ("steps",)),
+            ("a number of steps from 1 on", is_count, ("save_every", "report_every")),
+            ("a number of steps from 1 on, or None", _optional(is_count), ("evaluate_every",)),
             ("an rx.CheckpointManager, or None", _optional(_is_manager), ("manager",)),
+            ("a folder, or None", _optional(_is_path), ("log_dir",)),
         )
         for name in names
         if not fits(given[name])
@@ -343,8 +406,8 @@ def _optional(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda x: x is None or fits(x)
 
 
-def _is_count(x: Any, least: int) -> bool:
-    return isinstance(x, (int, np.integer)) and not isinstance(x, bool) and int(x) >= least
+def _is_path(x: Any) -> bool:
+    return isinstance(x, (str, os.PathLike))
 
 
 def _is_manager(x: Any) -> bool:
@@ -368,6 +431,11 @@ def _no_metrics(metrics: Any) -> InputError:
             instead=['`{"accuracy": rx.metrics.Accuracy()}`, and update it in the step'],
         )
     )
+
+
+def _no_step(given: Any) -> InputError:
+    call = f"`rx.train.evaluation({type(given).__name__}, ...)` was not given a step to call"
+    return InputError(message(call, instead=["pass a function of a batch that updates the metrics"]))
 
 
 def _tell_that_data_begins_anew(done: int) -> None:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from replicax._errors import CheckpointDamagedError, CheckpointError, message
+from replicax._options import is_count
 from replicax.train import _store
 from replicax.train._checkpoint import Checkpoint, RestoreStatus
 from replicax.train._store import PendingSave, StrPath
@@ -73,19 +74,22 @@ class CheckpointManager:
     ) -> None:
         if not isinstance(checkpoint, Checkpoint):
             raise _no_checkpoint(checkpoint)
-        if max_to_keep is not None and not _is_count(max_to_keep):
+        if max_to_keep is not None and not is_count(max_to_keep):
             raise _bad_count("max_to_keep", max_to_keep, "keep all: `max_to_keep=None`")
-        if not _is_count(save_interval_steps):
+        if not is_count(save_interval_steps):
             raise _bad_count("save_interval_steps", save_interval_steps, "save whenever asked: leave it out")
         if keep_best is not None and not (isinstance(keep_best, tuple) and keep_best[1:] in (("max",), ("min",))):
             raise _bad_keep_best(keep_best)
+        folder = Path(directory).absolute()
+        if folder.exists() and not folder.is_dir() or _store.is_finished(folder):
+            raise _no_directory(folder)
         self.checkpoint = checkpoint
         self.max_to_keep = max_to_keep
         self.keep_best = keep_best
         self.save_interval_steps = save_interval_steps
         self.async_save = async_save
         self.init_fn = init_fn
-        self._directory = Path(directory).absolute()
+        self._directory = folder
         self._name = checkpoint_name
         self._pending: PendingSave | None = None
         self._last_saved: int | None = None
@@ -114,7 +118,8 @@ class CheckpointManager:
         Args:
           step: How many steps are done; by default one more than the last saved one.
           metrics: Numbers that describe it; `keep_best` looks here.
-          force: Save even if the last saved step is closer than `save_interval_steps`.
+          force: Save even if the last saved step is closer than `save_interval_steps`, and even without the metric that
+            `keep_best` goes by: such a checkpoint is never the best, and stays as long as it is the newest.
 
         Returns:
           The path, or None if this step was skipped. While an asynchronous save runs there is nothing to read yet.
@@ -129,7 +134,7 @@ class CheckpointManager:
         self.wait_until_finished()
         self._require_newest(number)
         path = self._path(number)
-        notes = {"step": number, "metrics": _numbers(metrics, self.keep_best)}
+        notes = {"step": number, "metrics": self._described(metrics, force)}
         pending = self.checkpoint.begin(path, notes, functools.partial(self._delete_old, number))
         self._last_saved = number
         self._damaged.discard(number)
@@ -235,6 +240,12 @@ class CheckpointManager:
     def _path(self, step: int) -> Path:
         return self._directory / f"{self._name}-{step}"
 
+    def _described(self, metrics: Mapping[str, float] | None, force: bool) -> dict[str, float]:
+        numbers = _numbers(metrics)
+        if self.keep_best is not None and self.keep_best[0] not in numbers and not (force and metrics is None):
+            raise _no_metric(self.keep_best[0], list(numbers))
+        return numbers
+
     def _next_step(self) -> int:
         last = self._last_saved if self._last_saved is not None else self.latest
         return 1 if last is None else last + 1
@@ -295,10 +306,6 @@ def _delete(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_count(number: Any) -> bool:
-    return isinstance(number, (int, np.integer)) and not isinstance(number, bool) and int(number) >= 1
-
-
 def _step_number(step: Any) -> int:
     """A step may be held in a variable or an array."""
     try:
@@ -310,9 +317,7 @@ def _step_number(step: Any) -> int:
     return number
 
 
-def _numbers(metrics: Mapping[str, float] | None, keep_best: tuple[str, Better] | None) -> dict[str, float]:
-    if keep_best is not None and keep_best[0] not in (metrics or {}):
-        raise _no_metric(keep_best[0], list(metrics or {}))
+def _numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
     numbers, bad = {}, []
     for name, value in (metrics or {}).items():
         try:
@@ -352,6 +357,16 @@ def _without_a_value(status: RestoreStatus) -> str:
 def _no_checkpoint(given: Any) -> TypeError:
     call = f"`rx.CheckpointManager({type(given).__name__}, ...)` was not told what to save"
     return TypeError(message(call, instead=["`rx.CheckpointManager(rx.Checkpoint(model=model, ...), directory)`"]))
+
+
+def _no_directory(folder: Path) -> CheckpointError:
+    what = "is itself a checkpoint" if folder.is_dir() else "is a file"
+    ways = [
+        f'the directory that it is in: `rx.CheckpointManager(checkpoint, "{folder.parent}")`',
+        "a directory of its own",
+    ]
+    call = f"`rx.CheckpointManager(checkpoint, directory)` takes a directory for checkpoints, and {folder} {what}"
+    return CheckpointError(message(call, instead=ways))
 
 
 def _bad_count(name: str, number: object, otherwise: str) -> ValueError:
