@@ -197,3 +197,6 @@ def test_rows_that_do_not_divide_are_named():
         rx.accumulate(lambda x: x, 2)(1.0)
     with pytest.raises(ValueError, match="at least one microbatch"):
         rx.accumulate(lambda x: x, 0)
+    for wrong in ((3, 2), (len, 2.5), (len, "2"), (len, 2, "max")):
+        with pytest.raises(ValueError, match="does not say what to do"):
+            rx.accumulate(*wrong)

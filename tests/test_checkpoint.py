@@ -319,6 +319,11 @@ def test_numbers_random_keys_and_generators_come_back_as_they_were(tmp_path):
 
 
 class Layer:
+    """Callable, as layers are, and with a function among its attributes."""
+
+    def __call__(self, x):
+        return self.activation(x @ self.kernel.value)
+
     def __init__(self, width):
         self.width = width  # a setting, not state
         self.activation = jax.nn.relu
@@ -344,6 +349,17 @@ def test_the_users_own_objects_are_walked_by_their_public_attributes(tmp_path):
 
     assert sorted(status.restored) == ["model/layers/0/kernel", "model/layers/1/kernel", "model/mean/variable"]
     assert [float(layer.kernel.value[0, 0]) for layer in model.layers] == [1.0, 2.0]
+
+
+def test_functions_in_a_pytree_are_settings_and_stay(tmp_path):
+    path = Checkpoint(model=(jnp.ones(2), jax.nn.relu)).save(tmp_path / "c")
+    checkpoint = Checkpoint(model=(jnp.zeros(2), jax.nn.tanh))
+
+    status = checkpoint.restore(path).assert_consumed()
+
+    assert status.restored == ["model/0"]
+    assert checkpoint.model[0].tolist() == [1.0, 1.0]
+    assert checkpoint.model[1] is jax.nn.tanh
 
 
 def test_a_variable_with_two_names_is_saved_once_and_found_under_either(tmp_path):
@@ -418,6 +434,9 @@ def test_a_state_may_hold_arrays(tmp_path):
 REFUSED = {
     "text": ("hello", "name  str  is not an array"),
     "a function": (len, "name  builtin_function_or_method  is not an array"),
+    "a compiled function": (jax.jit(jnp.sin), "name  PjitFunction  is not an array"),
+    "functions in a tuple": ((len, jnp.sin), "name  tuple  holds nothing but functions"),
+    "a strategy": (rx.OneDeviceStrategy("cpu:0"), "name  OneDeviceStrategy  holds no variable"),
     "an empty object": (Counter.__new__(type("Empty", (), {})), "name  Empty  holds no variable"),
     "a per-replica value": (rx.PerReplica((1.0, 2.0)), "name  PerReplica  differs per replica"),
 }
@@ -457,6 +476,32 @@ def test_a_scope_may_be_entered_around_save_and_restore(tmp_path, strategy):
         Checkpoint(w=w).restore(path).assert_consumed()
 
     assert float(w) == 2.0
+
+
+def test_what_is_no_checkpoint_is_named_for_what_it_is(tmp_path):
+    checkpoint = Checkpoint(w=rx.Variable(1.0))
+    with CheckpointManager(checkpoint, tmp_path / "m") as manager:
+        manager.save(1)
+        manager.save(2)
+    (tmp_path / "file").write_text("notes")
+    (tmp_path / "folder").mkdir()
+    part = next((tmp_path / "m" / "ckpt-2").glob("arrays-*"))
+
+    for path, words in {
+        "m": r"m is not a checkpoint, but a directory of checkpoints:\n\n  ckpt-1, ckpt-2\n(?s:.*)m/ckpt-2\"\)",
+        part: r"is a part of a checkpoint(?s:.*)restore\(\".*m/ckpt-2\"\)",
+        "m/ckpt-3": r"There is no checkpoint at .*/ckpt-3:\n\n  .*m holds ckpt-1, ckpt-2\n",
+        "nowhere/at/all": "There is no checkpoint at .*/nowhere/at/all",
+        "file": r"What is there was not written by `rx.Checkpoint`",
+        "folder": r"What is there was not written by `rx.Checkpoint`",
+    }.items():
+        with pytest.raises(CheckpointDamagedError, match=words):
+            checkpoint.restore(tmp_path / path)
+    with pytest.raises(TypeError, match=r"`checkpoint.restore\(3\)` takes the path"):
+        checkpoint.restore(3)
+    for path, words in {"m/ckpt-1": r"is itself a checkpoint(?s:.*)/m\"\)", "file": "is a file"}.items():
+        with pytest.raises(CheckpointError, match=words):
+            CheckpointManager(checkpoint, tmp_path / path)
 
 
 def test_the_names_of_methods_are_not_names_of_objects():
@@ -530,6 +575,43 @@ def test_an_object_attached_to_a_nested_checkpoint_begins_with_the_saved_values(
 
     assert float(outer.model.w) == 3.0
     status.assert_consumed()
+
+
+class Lazy:
+    """Makes its weight when it is first called."""
+
+    def __init__(self):
+        self.weight = None
+
+    def __call__(self, x):
+        if self.weight is None:
+            self.weight = rx.Variable(jnp.zeros(2), name="weight")
+        return (x * self.weight.value).sum()
+
+
+def test_a_variable_that_a_step_makes_begins_with_the_saved_value(tmp_path):
+    path = Checkpoint(model={"weight": rx.Variable([5.0, 6.0])}).save(tmp_path / "c")
+    strategy, model = mirrored(4), Lazy()
+    status = Checkpoint(model=model).restore(path)
+    assert (status.restored, status.unused) == ([], ["model/weight"])
+
+    with strategy.scope():
+        result = strategy.run(lambda: model(jnp.ones(2)))
+
+    assert float(result) == 11.0
+    assert [component.tolist() for component in model.weight.values] == [[5.0, 6.0]] * 4
+    assert status.assert_consumed().restored == ["model/weight"]
+
+
+def test_a_variable_made_too_late_for_its_saved_value_is_told_at_the_next_save(tmp_path):
+    path = Checkpoint(model={"weight": rx.Variable([5.0, 6.0])}).save(tmp_path / "c")
+    model = Lazy()
+    checkpoint = Checkpoint(model=model)
+    checkpoint.restore(path)
+    model(jnp.ones(2))
+
+    with pytest.warns(RuntimeWarning, match=r"were not given to what was made for them:\n\n  model/weight"):
+        checkpoint.save(tmp_path / "d")
 
 
 def test_a_value_is_given_once(tmp_path):
@@ -697,6 +779,8 @@ def test_a_best_one_needs_its_metric(tmp_path):
 
     with pytest.raises(ValueError, match=r"was not given the metric 'loss'(?s:.*)given: accuracy"):
         manager.save(1, metrics={"accuracy": 1.0})
+    with pytest.raises(ValueError, match="given: none"):
+        manager.save(1)
 
 
 def test_steps_between_are_not_saved_unless_forced(tmp_path):
@@ -753,8 +837,8 @@ def test_a_save_under_way_is_finished_before_the_newest_is_restored(tmp_path):
 
 
 def test_a_failed_save_is_raised_by_the_next_call(tmp_path):
-    (tmp_path / "m").write_text("a file where a folder should be")
     _, manager = managed(tmp_path / "m")
+    (tmp_path / "m").write_text("a file where a folder should be")
     manager.save(1)
 
     with pytest.raises(CheckpointError, match="ckpt-1 was not written"):

@@ -304,6 +304,9 @@ def test_a_saved_model_goes_on_under_another_strategy(tmp_path):
         model = make()
     trained(model, *data)
     model.save(path)
+    rx.Checkpoint(model=model).save(tmp_path / "checkpoint")
+    of_another = make()  # whose optimizer has no slots so far
+    rx.Checkpoint(model=of_another).restore(tmp_path / "checkpoint").assert_consumed()
 
     with STRATEGIES["mirrored-4"]().scope():
         elsewhere = loaded()
@@ -313,6 +316,7 @@ def test_a_saved_model_goes_on_under_another_strategy(tmp_path):
     expected = trained(plain, *data)
     same(trained(elsewhere, *data), expected)
     same(trained(loaded(), *data), expected)
+    same(trained(of_another, *data), expected)
 
 
 def test_a_distribution_of_the_users_own_is_put_back():

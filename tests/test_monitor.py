@@ -34,8 +34,6 @@ def test_takes_as_many_steps_as_asked_for():
 
     assert monitor.run_steps(1) == 1
     assert monitor.run_steps(3) == 3
-    with pytest.raises(ValueError, match="a number of steps"):
-        monitor.run_steps(-1)
     assert int(step.total) == 10
     assert monitor.steps_done == 4
 
@@ -45,6 +43,18 @@ def test_ends_silently_with_the_data():
 
     assert rx.train.Monitor(step).run_steps() == 3
     assert int(step.total) == 6
+
+
+def test_an_iterator_of_python_ends_it_too():
+    numbers = iter([1, 2, 3])
+
+    assert rx.train.Monitor(lambda: next(numbers)).run_steps() == 3
+
+
+@pytest.mark.parametrize("steps", [-1, 1.5, "3"])
+def test_a_number_of_steps_is_a_count(steps):
+    with pytest.raises(ValueError, match="takes a number of steps"):
+        rx.train.Monitor(lambda: None).run_steps(steps)
 
 
 def test_a_session_is_an_error():

@@ -236,7 +236,7 @@ def test_a_checkpoint_goes_on_under_another_strategy(tmp_path):
         def run():
             return strategy.reduce("mean", strategy.run(step, global_batch(strategy)))
 
-        return run, rx.train.Checkpoint(model=rx.nnx.variables(model), optimizer=optimizer), model
+        return run, rx.Checkpoint(model=model, optimizer=optimizer), model
 
     run, checkpoint, model = setting(two())
     run()
@@ -244,9 +244,34 @@ def test_a_checkpoint_goes_on_under_another_strategy(tmp_path):
     expected = run(), state_of(model)
 
     run, checkpoint, model = setting(rx.MirroredStrategy(jax.devices()[:4]))
-    checkpoint.restore(path)
+    checkpoint.restore(path).assert_consumed()
 
     same((run(), state_of(model)), expected)
+
+
+def test_a_module_is_restored_in_place_adopted_or_not(tmp_path):
+    """Random streams and batch statistics included, and an optimizer of NNX with its slots."""
+
+    def plain():
+        model = Net(rate=0.5)
+        optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+        return model, optimizer, rx.Checkpoint(model=model, optimizer=optimizer)
+
+    model, optimizer, checkpoint = plain()
+    model(X)
+    model.outer.bias[...] = jnp.arange(4.0)
+    optimizer.step[...] = optimizer.step[...] + 3
+    path = checkpoint.save(tmp_path / "saved")
+    expected = model(X)
+
+    restored, optimizer, checkpoint = plain()
+    checkpoint.restore(path).assert_consumed()
+    adopted, _ = made(two(), rate=0.5)
+    rx.Checkpoint(model=adopted).restore(path).expect_partial()
+
+    assert int(optimizer.step[...]) == 3
+    np.testing.assert_array_equal(restored(X), expected)
+    np.testing.assert_allclose(adopted(X), expected, rtol=1e-6)
 
 
 # -- on the host

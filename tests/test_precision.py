@@ -113,7 +113,18 @@ def test_it_is_saved_and_restored(tmp_path):
     assert float(other.scale.value) == 32.0
 
 
-@pytest.mark.parametrize("wrong", [{"initial": 0}, {"growth_interval": 0}, {"factor": 1}])
+@pytest.mark.parametrize("wrong", [{"initial": 0}, {"growth_interval": 0}, {"factor": 1}, {"initial": "a"}])
 def test_numbers_that_make_no_sense_are_refused(wrong):
     with pytest.raises(ValueError, match="LossScale"):
         rx.train.LossScale(**wrong)
+
+
+def test_what_has_nothing_to_apply_is_refused():
+    v, scale = rx.Variable(1.0), rx.train.LossScale(initial=8.0)
+    optimizer = rx.Optimizer(optax.sgd(0.1), gradients="mean")
+
+    with pytest.raises(ValueError, match="No gradients provided for any variable"):
+        scale.apply_gradients(optimizer, [(None, v)])
+    with pytest.raises(TypeError, match="was not given an optimizer"):
+        scale.apply_gradients(optax.sgd(0.1), [(1.0, v)])
+    assert float(scale.scale(2)) == 16.0

@@ -253,6 +253,12 @@ def test_an_unreduced_write_is_refused(two):
         two.run_steps(step, iter(two.distribute_dataset([np.ones(4)])), 1)
 
 
+@pytest.mark.parametrize("steps", [0, -1, 2.0, "3", None, True])
+def test_a_number_of_steps_is_a_count(two, steps):
+    with pytest.raises(ValueError, match="takes a number of steps"):
+        two.run_steps(lambda context, x: None, iter([np.ones(2)]), steps)
+
+
 def test_what_is_no_iterator_is_refused(two):
     with pytest.raises(ValueError, match="needs an iterator"):
         two.run_steps(lambda context, x: None, [1.0, 2.0], 1)

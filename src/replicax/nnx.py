@@ -25,6 +25,7 @@ from replicax import _context, _jax
 from replicax._errors import ContextError, NotAvailableError, message
 from replicax._run import arguments
 from replicax._variables.variable import Variable
+from replicax.train._objects import openers
 
 
 def adopt(module: Any) -> list[Variable]:
@@ -75,7 +76,7 @@ def adopt(module: Any) -> list[Variable]:
 
 
 def variables(module: Any) -> dict[str, Variable]:
-    """The variables that keep the state of an adopted module, by path: what a checkpoint of it should hold.
+    """The variables that keep the state of an adopted module, by path.
 
     >>> import replicax as rx
     >>> from flax import nnx
@@ -233,6 +234,31 @@ def refuse_modules(fn: Callable[..., Any], call: Any) -> None:
 
 
 arguments.checks.append(refuse_modules)
+
+
+# -- in a checkpoint
+
+
+class _Saved:
+    """What a checkpoint holds of a module: the values of its variables by path, whether it is adopted or not."""
+
+    def __init__(self, module: Any) -> None:
+        self._variables = {"/".join(map(str, path)): variable for path, variable in _variables(module)}
+
+    def checkpoint_items(self) -> dict[str, Any]:
+        return {name: _kept(variable) for name, variable in self._variables.items()}
+
+    def checkpoint_replace(self, name: str, value: Any) -> None:
+        variable = self._variables[name]
+        _slot(variable).__set__(variable, value)
+
+
+def _saved(thing: Any) -> _Saved | None:
+    is_module = "flax.nnx" in sys.modules and isinstance(thing, sys.modules["flax.nnx"].Pytree)
+    return _Saved(thing) if is_module else None
+
+
+openers.append(_saved)
 
 
 def _check(module: Any, path: tuple[Any, ...], variable: Any) -> None:

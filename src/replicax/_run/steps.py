@@ -21,7 +21,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +29,12 @@ from jax import lax
 
 from replicax import _context, _jax
 from replicax._errors import ContextError, InputError, LocalityError, OutOfRangeError, message
-from replicax._options import ReduceOp, VariableAggregation
+from replicax._options import ReduceOp, VariableAggregation, is_count
 from replicax._placement import AXIS, Placement
 from replicax._run import arguments, emit, trace
 from replicax._run.program import Program
 from replicax._run.trace import Step
-from replicax._values import PARTS, PerReplica, of_first
+from replicax._values import PARTS, PerReplica
 
 if TYPE_CHECKING:
     from replicax._strategy.base import Strategy
@@ -92,20 +92,20 @@ class MultiStepContext:
         """Makes `output` known as ``last_step_outputs[name]``.
 
         Across replicas it may stay a value per replica. Inside a replica, where all replicas call this, `reduce_op`
-        says how their values become one. `aggregation` is its name in 2018; it may also be ONLY_FIRST_TOWER.
+        says how their values become one. `aggregation` is its name in 2018.
         """
         op = _parse(reduce_op if reduce_op is not None else aggregation)
         mode = _context.current()
         replica = _context.get_replica_context() if mode is None or mode.replica is not None else None
         if replica is None:
             strategy = _context.get_strategy()
-            self._outputs[name] = output if op is None else _combined(strategy, op, output)
+            self._outputs[name] = output if op is None else strategy.reduce(op, output)
             return
         if op is None:
             raise _unreduced(name)
 
         def merge(strategy: Strategy, output: PyTree) -> None:
-            self._outputs[name] = _combined(strategy, op, output)
+            self._outputs[name] = strategy.reduce(op, output)
 
         replica.merge_call(merge, (jax.tree.map(jnp.asarray, output),))
 
@@ -132,24 +132,6 @@ class MultiStepContext:
         self._outputs = outputs
 
 
-_Combining = ReduceOp | Literal[VariableAggregation.ONLY_FIRST_REPLICA]
-
-
-def _parse(word: Any) -> _Combining | None:
-    """How replicas' outputs become one; None if they should not."""
-    if isinstance(word, str) and word.upper() not in ReduceOp.__members__:
-        word = VariableAggregation.__members__.get(word.upper(), word)
-    if word is None or word is VariableAggregation.NONE:
-        return None
-    if word is VariableAggregation.ONLY_FIRST_REPLICA:
-        return word
-    return ReduceOp.from_variable_aggregation(word) if isinstance(word, VariableAggregation) else ReduceOp.parse(word)
-
-
-def _combined(strategy: Strategy, how: _Combining, output: PyTree) -> PyTree:
-    return strategy.reduce(how, output) if isinstance(how, ReduceOp) else of_first(output)
-
-
 def run_steps(
     strategy: Strategy,
     fn: Callable[..., Any],
@@ -168,8 +150,10 @@ def run_steps(
                 instead=["call it between steps, from ordinary code", "loop inside the step: `jax.lax.scan`"],
             )
         )
-    if steps < 1:
-        raise ValueError(f"strategy.run_steps(fn, iterator, steps={steps}): at least one step.")
+    if not is_count(steps):
+        raise _no_count(steps)
+    if not callable(fn):
+        raise _no_function(fn)
     context = MultiStepContext()
     context._outputs |= initial_loop_values or {}
     read = _reader(iterator)
@@ -368,6 +352,14 @@ def _take(placement: Placement, read: Callable[[], Any], steps: int) -> tuple[tu
 # -- errors
 
 
+def _parse(word: Any) -> ReduceOp | None:
+    if isinstance(word, str) and word.upper() == "NONE":
+        return None
+    if isinstance(word, VariableAggregation):
+        return None if word is VariableAggregation.NONE else ReduceOp.from_variable_aggregation(word)
+    return None if word is None else ReduceOp.parse(word)
+
+
 def _unreduced(name: str) -> UnreducedOutputError:
     call = f"`context.set_last_step_output({name!r}, output)`"
     return UnreducedOutputError(
@@ -380,6 +372,18 @@ def _unreduced(name: str) -> UnreducedOutputError:
                 "`strategy.run`",
             ],
         )
+    )
+
+
+def _no_count(steps: Any) -> InputError:
+    why = "It takes at least one step, and the number shapes the program."
+    return InputError(message(f"`strategy.run_steps(fn, iterator, steps={steps!r})` takes a number of steps", why=why))
+
+
+def _no_function(fn: Any) -> InputError:
+    way = "`def step(context, *inputs): strategy.run(replica_step, inputs)`"
+    return InputError(
+        message(f"`strategy.run_steps({type(fn).__name__}, ...)` needs a function to call", instead=[way])
     )
 
 

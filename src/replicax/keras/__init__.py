@@ -6,14 +6,28 @@ by replicax: entering a scope prepares it if it is there, or watches for it to b
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from replicax.keras import _hook
+from replicax.train._objects import openers
 
 if TYPE_CHECKING:
     from replicax._variables.variable import Variable
 
 _hook.follow_scopes()
+
+
+def _parts_of(thing: Any) -> Any:
+    """What a checkpoint holds of a Keras object; None for anything else."""
+    if "keras" not in sys.modules:
+        return None
+    from replicax.keras import _saved
+
+    return _saved.saved(thing)
+
+
+openers.append(_parts_of)
 
 
 def adopt(owner: Any) -> list[Variable]:

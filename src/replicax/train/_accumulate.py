@@ -11,6 +11,7 @@ from jax import lax
 
 from replicax import _jax, _validity
 from replicax._errors import InputError, message
+from replicax._options import is_count
 from replicax._validity import Part
 
 PyTree = Any
@@ -48,8 +49,10 @@ def accumulate(
     >>> print(w.numpy().round(3))
     0.25
     """
-    if microbatches < 1 or combine not in ("mean", "sum"):
-        raise ValueError(f'rx.accumulate(f, {microbatches}, {combine!r}): at least one microbatch, "mean" or "sum".')
+    if not callable(function) or not is_count(microbatches) or combine not in ("mean", "sum"):
+        wrong = f"`rx.accumulate({_name(function)}, {microbatches!r}, {combine!r})` does not say what to do"
+        ways = ['pass a function, at least one microbatch, and how results become one: `"mean"` or `"sum"`']
+        raise ValueError(message(wrong, instead=ways))
 
     def call(*batch: Any, **whole: Any) -> Any:
         rows = _rows(batch, microbatches)
@@ -92,6 +95,10 @@ def _summed_type(dtype: Any) -> Any:
 
 def _combined(total: jax.Array, count: int, combine: str) -> jax.Array:
     return total / count if combine == "mean" and jnp.issubdtype(total.dtype, jnp.inexact) else total
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _rows(batch: tuple[Any, ...], microbatches: int) -> int:

@@ -8,6 +8,8 @@ which object, also to one that does not exist yet.
 import base64
 import functools
 import os
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,9 +32,10 @@ class Checkpoint:
     and the position in the data. Name the objects once; the files know nothing of devices or replicas, so what
     eight replicas saved, one device or a parameter server loads.
 
-    Objects may be variables, optimizers, metrics, distributed datasets, pytrees of arrays, dicts and lists of those,
-    your own objects that have them as attributes, and other checkpoints. Values that cannot be changed in place (an
-    array, a dataclass of arrays) are replaced where they are held: in the dict, or as an attribute of the checkpoint.
+    Objects may be variables, optimizers, metrics, distributed datasets, pytrees of arrays, models of NNX, Equinox and
+    Keras, dicts and lists of those, your own objects that have them as attributes, and other checkpoints. Values that
+    cannot be changed in place (an array, a dataclass of arrays) are replaced where they are held: in the dict, or as an
+    attribute of the checkpoint.
 
     A mirrored variable is saved as one value. An on-read variable is saved as its components combined, and
     restored so that they combine to the same: under ``"sum"`` every replica gets an equal share.
@@ -113,14 +116,16 @@ class Checkpoint:
           CheckpointMismatchError: If a value has another shape or dtype than its object, listing all that do.
         """
         _require_host("restore")
-        found = find(self._objects, self.checkpoint_replace)
+        if path is not None and not isinstance(path, (str, os.PathLike)):
+            raise _no_path(path)
+        found = find(self._objects, self.checkpoint_replace, may_be_empty=True)
         if path is None:
-            return RestoreStatus(None, [], sorted([*found.entries, *found.states]), None)
+            return RestoreStatus(None, sorted([*found.entries, *found.states]), None)
         waiting = _Waiting(Path(path).absolute())
         waiting.give(found)
         object.__setattr__(self, "_waiting", waiting)
         missing = [name for name in (*found.entries, *found.states) if name not in waiting.given]
-        return RestoreStatus(os.fspath(path), list(waiting.given), missing, waiting)
+        return RestoreStatus(os.fspath(path), missing, waiting)
 
     def write(self, path: StrPath) -> str:
         """`save` under the name that tf.train.Checkpoint has for it."""
@@ -154,18 +159,25 @@ class Checkpoint:
         _require_host("save")
         with dispatch_lock:  # no thread steps meanwhile: all values are of one moment
             found = find(self._objects, self.checkpoint_replace)
+            self._tell_what_came_too_late(found)
             arrays: dict[str, Any] = {name: entry.value() for name, entry in found.entries.items()}
             states = {name: _encode(thing.get_state(), name, arrays) for name, thing in found.states.items()}
             metadata = {"states": states, "aliases": found.aliases, "notes": dict(notes or {})}
             return _store.begin(path, arrays, metadata, then)
 
+    def _tell_what_came_too_late(self, found: Found) -> None:
+        waiting = self._waiting
+        late = [] if waiting is None else [name for name in found.entries if waiting.is_free(name)]
+        if waiting is not None and late:
+            warnings.warn(_too_late(waiting, late), RuntimeWarning, stacklevel=4)
+            waiting.close()
+
 
 class RestoreStatus:
     """What a restore did: which names got their value, which had none, which saved values nobody has taken yet."""
 
-    def __init__(self, path: str | None, restored: list[str], missing: list[str], waiting: "_Waiting | None") -> None:
+    def __init__(self, path: str | None, missing: list[str], waiting: "_Waiting | None") -> None:
         self.path = path
-        self.restored = restored
         self.missing = missing
         self._waiting = waiting
 
@@ -174,6 +186,11 @@ class RestoreStatus:
             f"<RestoreStatus {self.path!r}: {len(self.restored)} restored, {len(self.missing)} without a saved value, "
             f"{len(self.unused)} saved values unused>"
         )
+
+    @property
+    def restored(self) -> list[str]:
+        """Names that got their saved value so far."""
+        return [] if self._waiting is None else list(self._waiting.given)
 
     @property
     def unused(self) -> list[str]:
@@ -211,7 +228,7 @@ class _Waiting:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._manifest: Manifest = _store.verify(path)
         self._states: dict[str, Any] = self._manifest.metadata["states"]
         aliases: dict[str, str] = self._manifest.metadata["aliases"]
@@ -235,13 +252,13 @@ class _Waiting:
     def give(self, found: Found) -> None:
         """Restores what these objects and the checkpoint have in common. All is read and checked before any is put."""
         pairs = [(name, value) for name in found.entries if (value := self._value_for(name, found)) is not None]
-        states = {name: self._states[name] for name in found.states if name in self._states and self._is_free(name)}
+        states = {name: self._states[name] for name in found.states if name in self._states and self.is_free(name)}
         _store.require_match(
-            self._path, self._manifest, [(value, found.entries[name].target()) for name, value in pairs]
+            self.path, self._manifest, [(value, found.entries[name].target()) for name, value in pairs]
         )
         inside_states = {leaf for state in states.values() for leaf in _arrays_in(state)}
         wanted = sorted({value for _, value in pairs} | inside_states)
-        values = _store.read_leaves(self._path, self._manifest, wanted)
+        values = _store.read_leaves(self.path, self._manifest, wanted)
         with dispatch_lock:
             for name, value in pairs:
                 found.entries[name].put(values[value])
@@ -255,11 +272,12 @@ class _Waiting:
         """What was saved for an object, which may then have been known by another of its present names."""
         for candidate in (name, *(alias for alias, first in found.aliases.items() if first == name)):
             value = self._value_of.get(candidate)
-            if value in self._manifest.leaves and self._is_free(candidate):
+            if value in self._manifest.leaves and self.is_free(candidate):
                 return value
         return None
 
-    def _is_free(self, name: str) -> bool:
+    def is_free(self, name: str) -> bool:
+        """Whether something was saved under this very name and has not been given yet."""
         return name in self._value_of and name not in self.given
 
     def _note(self, pairs: Iterable[tuple[str, str]], found: Found) -> None:
@@ -274,10 +292,36 @@ class _Waiting:
             later = getattr(composite, "checkpoint_later", None)
             if later is not None and self.has_under(prefix):
                 later(functools.partial(self._give_to_one, prefix, composite))
+        for prefix, thing in found.objects.items():
+            if self.has_under(prefix):
+                _making.append((weakref.ref(thing), prefix, self))
+
+    def give_to_new_parts(self, prefix: str, thing: Any) -> None:
+        """Restores variables that an object has made since the restore."""
+        found = find({prefix: thing}, _refuse_replacement, may_be_empty=True)
+        if any(self.is_free(name) for name in found.entries):
+            self.give(found)
 
     def _give_to_one(self, prefix: str, composite: Composite) -> None:
         if self.has_under(prefix):
             self.give(find({prefix: composite}, _refuse_replacement))
+
+
+_making: list[tuple[weakref.ref[Any], str, _Waiting]] = []
+"""Objects of users that may have variables later for which values are waiting, and where those are."""
+
+
+def _give_to_new_parts() -> None:
+    """Called when a step has made variables and not run yet."""
+    now, _making[:] = _making[:], []
+    for ref, prefix, waiting in now:
+        thing = ref()
+        if thing is not None and waiting.has_under(prefix):
+            waiting.give_to_new_parts(prefix, thing)
+            _making.append((ref, prefix, waiting))
+
+
+_context.creation_hooks.append(_give_to_new_parts)
 
 
 def _refuse_replacement(name: str, value: Any) -> None:
@@ -349,6 +393,18 @@ def _inside_a_step(verb: str) -> ContextError:
     return ContextError(
         message(f"`checkpoint.{verb}(...)` was called inside a step", (), why, ["call it after `strategy.run(...)`"])
     )
+
+
+def _no_path(path: Any) -> TypeError:
+    call = f"`checkpoint.restore({path!r})` takes the path of a checkpoint"
+    ways = ["what `checkpoint.save(path)` was given", "of a manager: `manager.restore_latest()`"]
+    return TypeError(message(call, instead=ways))
+
+
+def _too_late(waiting: "_Waiting", late: list[str]) -> str:
+    why = "They were made after the restore, and went on with the values they were made with."
+    ways = ["make them before `checkpoint.restore(...)`", "attach what holds them after it: `checkpoint.model = model`"]
+    return message(f"Saved values in {waiting.path} were not given to what was made for them", late, why, ways)
 
 
 def _reserved(name: str) -> CheckpointError:

@@ -26,7 +26,7 @@ class Monitor:
     With a `manager` it begins with the newest checkpoint there is, so that a program started again continues.
 
     Args:
-      step_callable: Takes one step when called; raises `rx.OutOfRangeError` when the data has ended.
+      step_callable: Takes one step when called; raises `rx.OutOfRangeError` (or StopIteration) when the data has ended.
       session: There are no sessions here; giving one is an error.
       manager: Where to save, and what.
       save_every: After how many steps to save.
@@ -84,14 +84,14 @@ class Monitor:
         Returns:
           How many steps further the variables are.
         """
-        if num_steps is not None and not is_count(num_steps, at_least=0):
-            raise ValueError(f"Monitor.run_steps({num_steps!r}): a number of steps, or None until the data ends.")
+        if num_steps is not None and not is_count(num_steps, 0):
+            raise _no_count(num_steps)
         start = self.steps_done
         goal = None if num_steps is None else start + num_steps
         while goal is None or self.steps_done < goal:
             try:
                 jax.block_until_ready(self._step())
-            except OutOfRangeError:
+            except (OutOfRangeError, StopIteration):
                 break
             except self._restart_on as error:
                 self._recover(error)
@@ -127,6 +127,11 @@ class Monitor:
 def _no_step(given: Any) -> InputError:
     why = "A step is called without arguments and takes one step."
     return InputError(message(f"`rx.train.Monitor({type(given).__name__})` has nothing to call", why=why))
+
+
+def _no_count(given: Any) -> InputError:
+    ways = ["`monitor.run_steps(100)`", "until the data ends: `monitor.run_steps()`"]
+    return InputError(message(f"`monitor.run_steps({given!r})` takes a number of steps", instead=ways))
 
 
 def _no_manager(save_every: int | None, max_restarts: int) -> InputError:

@@ -9,13 +9,16 @@ replicas. `find` walks the objects once and returns a flat list of entries; savi
 #   Variable                     one value: the mirrored one, or for an on-read variable its components combined
 #   get_state() + set_state(x)   a data iterator, a dataset, a random generator: whatever it says about where it stands
 #   checkpoint_items()           an object that names its own parts: an optimizer, a metric, another Checkpoint
+#   `openers`                    a model of a layer library, of which somebody below knows how to name the parts
 #   dict, list                   their entries; arrays in them are replaced in place
 #   array, number                one value; the container or attribute that holds it gets the restored one
-#   pytree                       dataclasses, tuples, optax states, ...: rebuilt and put where the old one was held
+#   pytree                       dataclasses, tuples, optax states, ...: rebuilt and put where the old one was held;
+#                                functions in them are settings, not state
 #   any other object             its public attributes that are one of the above (numbers there are settings, not state)
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -27,7 +30,7 @@ from jax.typing import ArrayLike
 from replicax._errors import CheckpointError, message
 from replicax._options import VariableAggregation
 from replicax._values import PerReplica
-from replicax._variables import storage, sync
+from replicax._variables import storage
 from replicax._variables.variable import Variable
 from replicax.train._store import place
 
@@ -53,6 +56,10 @@ class Composite(Protocol):
     def checkpoint_items(self) -> Mapping[str, Any]: ...
 
 
+openers: list[Callable[[Any], Composite | None]] = []
+"""Asked in turn what an object consists of that cannot say so itself: a module of NNX, a model of Keras."""
+
+
 class Entry(Protocol):
     """One array that is saved."""
 
@@ -71,6 +78,8 @@ class Found:
     states: dict[str, Stateful] = dataclasses.field(default_factory=dict)
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
     composites: dict[str, Composite] = dataclasses.field(default_factory=dict)
+    objects: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Objects of users, which may make variables whenever they like."""
     trees: list["_Tree"] = dataclasses.field(default_factory=list)
 
     @property
@@ -83,13 +92,16 @@ class Found:
             tree.finish()
 
 
-def find(objects: Mapping[str, Any], replace: Callable[[str, Any], None]) -> Found:
+def find(objects: Mapping[str, Any], replace: Callable[[str, Any], None], *, may_be_empty: bool = False) -> Found:
     """Walks the objects of a checkpoint; `replace` puts a new object under one of their names.
+
+    Args:
+      may_be_empty: Whether there may be objects that hold nothing yet, because they make their variables later.
 
     Raises:
       CheckpointError: If something in them cannot be saved, naming all that cannot.
     """
-    walk = _Walk()
+    walk = _Walk(may_be_empty)
     for name, thing in objects.items():
         walk.visit(name, thing, functools.partial(replace, name))
     if walk.refused:
@@ -98,8 +110,9 @@ def find(objects: Mapping[str, Any], replace: Callable[[str, Any], None]) -> Fou
 
 
 class _Walk:
-    def __init__(self) -> None:
+    def __init__(self, may_be_empty: bool) -> None:
         self.found = Found()
+        self.may_be_empty = may_be_empty
         self.refused: list[str] = []
         self._first_name: dict[int, str] = {}
         self._open: set[int] = set()
@@ -112,7 +125,7 @@ class _Walk:
             self.found.states[name] = thing
         elif isinstance(thing, np.random.Generator):
             self.found.states[name] = _NumPyGenerator(thing)
-        elif _is_array(thing) and not (implicit and _is_number(thing)):
+        elif _is_array(thing) and not (implicit and _is_setting(thing)):
             self._array(name, thing, replace)
         elif id(thing) not in self._open:
             self._open.add(id(thing))
@@ -120,8 +133,8 @@ class _Walk:
             self._open.remove(id(thing))
 
     def _inside(self, name: str, thing: Any, replace: Replace | None, implicit: bool) -> None:
-        if hasattr(thing, "checkpoint_items"):
-            self._composite(name, thing)
+        if (composite := _opened(thing)) is not None:
+            self._composite(name, composite)
         elif isinstance(thing, dict):
             for key, part in thing.items():
                 self.visit(f"{name}/{key}", part, functools.partial(thing.__setitem__, key), implicit=implicit)
@@ -132,7 +145,7 @@ class _Walk:
             self._refuse(name, thing, "differs per replica: reduce or gather it first")
         elif not jax.tree_util.all_leaves([thing]):
             self._tree(name, thing, replace, implicit)
-        elif thing is not None and hasattr(thing, "__dict__") and not callable(thing):
+        elif thing is not None and hasattr(thing, "__dict__") and not _is_code(thing):
             self._attributes(name, thing, implicit)
         elif thing is not None and not implicit:
             self._refuse(name, thing, "is not an array, a variable or something that holds them")
@@ -159,17 +172,22 @@ class _Walk:
     def _tree(self, name: str, tree: Any, replace: Replace | None, implicit: bool) -> None:
         leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_object)
         rebuilt = _Tree([leaf for _, leaf in leaves], structure, replace)
-        for index, (path, leaf) in enumerate(leaves):
+        state = [(index, path, leaf) for index, (path, leaf) in enumerate(leaves) if not _is_code(leaf)]
+        if leaves and not state and not implicit:
+            self._refuse(name, tree, "holds nothing but functions")
+        for index, path, leaf in state:
             setter = None if replace is None else rebuilt.setter(index)
             self.visit("/".join([name, *map(_key, path)]), leaf, setter, implicit=implicit)
         self.found.trees.append(rebuilt)
 
     def _attributes(self, name: str, thing: Any, implicit: bool) -> None:
         before = self.found.size
+        if getattr(type(thing), "__weakrefoffset__", 0):
+            self.found.objects[name] = thing
         for key, part in vars(thing).items():
             if not key.startswith("_"):
                 self.visit(f"{name}/{key}", part, functools.partial(setattr, thing, key), implicit=True)
-        if self.found.size == before and not implicit:
+        if self.found.size == before and not implicit and not self.may_be_empty:
             self._refuse(name, thing, "holds no variable, array or state in its public attributes")
 
     def _add(self, name: str, entry: Entry) -> None:
@@ -185,8 +203,24 @@ def _is_stateful(thing: Any) -> bool:
     return callable(getattr(thing, "get_state", None)) and callable(getattr(thing, "set_state", None))
 
 
+def _is_code(thing: Any) -> bool:
+    """Functions, classes, and what wraps them: `jax.jit(f)`, `functools.partial(f)`. An object may be callable too."""
+    return inspect.isroutine(thing) or isinstance(thing, (type, functools.partial)) or hasattr(thing, "__wrapped__")
+
+
+def _opened(thing: Any) -> Composite | None:
+    if hasattr(thing, "checkpoint_items"):
+        return thing
+    return next((composite for opener in openers if (composite := opener(thing)) is not None), None)
+
+
 def _is_number(thing: Any) -> bool:
     return isinstance(thing, (bool, int, float, complex, np.generic))
+
+
+def _is_setting(thing: Any) -> bool:
+    """What stands in an attribute of somebody's object and is no state: a number, a table of Python objects."""
+    return _is_number(thing) or isinstance(thing, np.ndarray) and thing.dtype.hasobject
 
 
 def _is_array(thing: Any) -> bool:
@@ -195,7 +229,7 @@ def _is_array(thing: Any) -> bool:
 
 def _is_object(thing: Any) -> bool:
     """What a pytree may hold that must be visited as a whole."""
-    return isinstance(thing, (Variable, PerReplica)) or _is_stateful(thing) or hasattr(thing, "checkpoint_items")
+    return isinstance(thing, (Variable, PerReplica)) or _is_stateful(thing) or _opened(thing) is not None
 
 
 def _key(entry: Any) -> str:
@@ -221,10 +255,25 @@ class _OfVariable:
         return jax.ShapeDtypeStruct(self._variable.shape, self._variable.dtype)
 
     def put(self, value: np.ndarray | jax.Array) -> None:
-        variable, value = self._variable, jnp.asarray(value)
+        variable = self._variable
         if variable.on_read and variable.aggregation is VariableAggregation.SUM:
-            value = sync.shares(value, variable.placement.replicas)
-        storage.host_write(variable, value)
+            value = shares(np.asarray(value), variable.placement.replicas)
+        storage.host_write(variable, jnp.asarray(value))
+
+
+def shares(total: np.ndarray, replicas: int) -> np.ndarray:
+    """Components that add up to `total`: equal ones, and for integers the rest goes to the first replica.
+
+    >>> import numpy as np
+    >>> from replicax.train._objects import shares
+    >>> print(shares(np.array(7), 3), shares(np.array(7.5), 3))
+    [3 2 2] [2.5 2.5 2.5]
+    """
+    if not np.issubdtype(total.dtype, np.integer):
+        return np.broadcast_to((total / replicas).astype(total.dtype), (replicas, *total.shape))
+    parts = np.repeat((total // replicas)[None], replicas, axis=0)
+    parts[0] += total - parts.sum(axis=0, dtype=total.dtype)
+    return parts
 
 
 class _OfHolder:

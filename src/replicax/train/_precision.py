@@ -12,6 +12,7 @@ The right number is found by trying.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from replicax import _context
+from replicax._errors import message
+from replicax._options import is_count
 from replicax._variables.variable import Variable
 from replicax.optim import Optimizer
 
@@ -58,9 +61,9 @@ class LossScale:
     def __init__(
         self, initial: float = 2.0**15, *, dynamic: bool = True, growth_interval: int = 2000, factor: float = 2.0
     ) -> None:
-        if not (initial > 0 and growth_interval >= 1 and factor > 1):
+        if not (_above(initial, 0) and is_count(growth_interval) and _above(factor, 1)):
             raise ValueError(
-                f"rx.train.LossScale(initial={initial}, growth_interval={growth_interval}, factor={factor}): the scale "
+                f"rx.train.LossScale(initial={initial!r}, growth_interval={growth_interval!r}, factor={factor!r}): the scale "
                 "must be positive, the interval at least 1 and the factor greater than 1."
             )
         self.dynamic = dynamic
@@ -80,7 +83,7 @@ class LossScale:
 
     def scale(self, loss: jax.Array) -> jax.Array:
         """The loss to differentiate. It is scaled in float32; the gradients flow back in the type of `loss`."""
-        return loss.astype(jnp.float32) * self.value
+        return jnp.asarray(loss, jnp.float32) * self.value
 
     def unscale(self, gradients: PyTree) -> PyTree:
         """The gradients of the loss that was not scaled, in float32."""
@@ -94,7 +97,12 @@ class LossScale:
         Returns:
           Whether they were applied: True or False, the same on every replica.
         """
-        pairs = [(gradient, variable) for gradient, variable in grads_and_vars if gradient is not None]
+        if not isinstance(optimizer, Optimizer):
+            raise _no_optimizer(optimizer)
+        given = list(grads_and_vars)
+        pairs = [(gradient, variable) for gradient, variable in given if gradient is not None]
+        if given and not pairs:
+            optimizer.apply_gradients(given)  # which says what is wrong
         context = _context.get_replica_context()
         assert context is not None
         gradients = context.all_reduce(optimizer.gradients, self.unscale([gradient for gradient, _ in pairs]))
@@ -113,6 +121,15 @@ class LossScale:
         smaller = jnp.maximum(self.value / self.factor, 1.0)
         self._scale.assign(jnp.where(finite, larger, smaller))
         self._good_steps.assign(jnp.where(grow, 0, good))
+
+
+def _above(x: Any, limit: float) -> bool:
+    return isinstance(x, numbers.Real) and float(x) > limit
+
+
+def _no_optimizer(given: Any) -> TypeError:
+    call = f"`scale.apply_gradients({type(given).__name__}, ...)` was not given an optimizer"
+    return TypeError(message(call, instead=['`rx.Optimizer(transform, gradients="mean")`']))
 
 
 def _all_finite(tree: PyTree) -> jax.Array:

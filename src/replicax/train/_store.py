@@ -636,11 +636,32 @@ def _damaged(path: Path, bad: Sequence[str]) -> CheckpointDamagedError:
 
 
 def _no_manifest(path: Path) -> CheckpointDamagedError:
-    there = path.is_dir()
-    call = f"There is no checkpoint at {path}" if not there else f"The checkpoint {path} is incomplete"
-    bad = [f"{path / MANIFEST}  is missing"] if there else []
-    why = "The manifest is written last: either the save never finished, or the file was removed." if there else ""
+    if any(path.glob("arrays-*")):
+        why = "The manifest is written last: either the save never finished, or the file was removed."
+        call, bad = f"The checkpoint {path} is incomplete", [f"{path / MANIFEST}  is missing"]
+        return CheckpointDamagedError(message(call, bad, why, [_USE_AN_OLDER_ONE]))
+    inside, around = _checkpoints_in(path), path.parent
+    if inside:
+        call, bad = f"{path} is not a checkpoint, but a directory of checkpoints", [_some([p.name for p in inside], 8)]
+        ways = [
+            f'`checkpoint.restore("{inside[-1]}")`',
+            f'`rx.CheckpointManager(checkpoint, "{path}").restore_latest()`',
+        ]
+        return CheckpointDamagedError(message(call, bad, "", ways))
+    if (around / MANIFEST).is_file():
+        return CheckpointDamagedError(
+            message(f"{path} is a part of a checkpoint", instead=[f'`checkpoint.restore("{around}")`'])
+        )
+    call = f"There is no checkpoint at {path}"
+    bad = [f"{around} holds {_some([p.name for p in _checkpoints_in(around)], 8)}"] if _checkpoints_in(around) else []
+    why = "What is there was not written by `rx.Checkpoint`." if path.exists() else ""
     return CheckpointDamagedError(message(call, bad, why, [_USE_AN_OLDER_ONE]))
+
+
+def _checkpoints_in(path: Path) -> list[Path]:
+    """The checkpoints in a directory, the newest last."""
+    found = [other for other in path.iterdir() if is_finished(other)] if path.is_dir() else []
+    return sorted(found, key=lambda other: (other / MANIFEST).stat().st_mtime)
 
 
 def _bad_manifest(path: Path) -> CheckpointDamagedError:
