@@ -19,6 +19,9 @@ import numpy as np
 
 import replicax as rx
 
+Way = tuple[str, str]
+"""A library, and how it gets its batches."""
+
 STEPS = 5
 WAIT = 0.005
 
@@ -39,26 +42,31 @@ def main() -> None:
     rx.host.configure(cpu_devices=options.replicas)
     for name in [options.only] if options.only else SHAPES:
         x, y = examples(name)
-        report(name, with_replicax(name, x, y, options), options.rounds)
+        libraries = {"replicax": with_replicax(name, x, y, options)}
         if options.tensorflow:
-            report(f"{name} in tf.distribute", with_tensorflow(name, x, y, options), options.rounds)
+            libraries["tf.distribute"] = with_tensorflow(name, x, y, options)
+        report(name, libraries, options.rounds)
 
 
-def report(name: str, ways: dict[str, Callable[[], Any]], rounds: int) -> None:
-    times = in_turns(ways, rounds)
-    print(f"{name}: ms per step " + "  ".join(f"{way} {1e3 * seconds:.2f}" for way, seconds in times.items()))
-    print(f"  fed / resident            {times['fed'] / times['resident']:.3f}")
-    if "waiting" in times:
-        hidden = (times["waiting"] - times["ahead"]) / min(WAIT, times["resident"])
-        print(f"  wait hidden, reading ahead {hidden:6.0%} of the smaller of wait and step")
+def report(name: str, libraries: dict[str, dict[str, Callable[[], Any]]], rounds: int) -> None:
+    ways = {(library, way): step for library, steps in libraries.items() for way, step in steps.items()}
+    taken = in_turns(ways, rounds)
+    for library, steps in libraries.items():
+        times = {way: taken[library, way] for way in steps}
+        print(f"{name} in {library}: ms per step " + "  ".join(f"{way} {1e3 * times[way]:.2f}" for way in times))
+        feeding = times["fed"] - times["resident"]
+        print(f"  fed / resident {times['fed'] / times['resident']:.3f}; feeding costs {1e3 * feeding:.2f} ms per step")
+        if "waiting" in times:
+            hidden = (times["waiting"] - times["ahead"]) / min(WAIT, times["resident"])
+            print(f"  reading ahead hides {hidden:.0%} of the smaller of wait and step")
 
 
-def in_turns(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+def in_turns(ways: dict[Way, Callable[[], Any]], rounds: int) -> dict[Way, float]:
     """The time of one step, each way measured in turns with the others.
 
     The lower quartile: whatever else the machine does only ever adds time.
     """
-    taken: dict[str, list[float]] = {name: [] for name in ways}
+    taken: dict[Way, list[float]] = {name: [] for name in ways}
     for turn in range(rounds + 1):
         for name, step in ways.items():
             start = time.perf_counter()

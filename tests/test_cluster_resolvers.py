@@ -198,6 +198,11 @@ def test_task_types_become_text_and_task_numbers_become_numbers(tf_config):
 
     assert (resolver.task_type, resolver.task_id, resolver.master()) == ("123456", 1, "b:1")
 
+    resolver.task_id = "0"
+    assert resolver.task_id == 0 and TFConfigClusterResolver(123456, "1").master() == "b:1"
+    with pytest.raises(ClusterError, match="task_id='one' is not the number of a task"):
+        resolver.task_id = "one"
+
 
 def test_tf_config_may_leave_out_tasks(tf_config):
     tf_config(cluster={"worker": {"3": "a:1"}, "ps": ["b:1"]})
@@ -581,9 +586,11 @@ def test_pods_of_other_namespaces_can_be_left_out():
 
 
 def test_a_client_that_knows_only_the_hosts_address_is_understood():
-    client = Pods(pod("a", None, host_ip="10.1.2.3"))
+    for unknown in (None, object()):
+        client = Pods(pod("a", unknown, host_ip="10.1.2.3"))
+        spec = KubernetesClusterResolver(override_client=client).cluster_spec()
 
-    assert KubernetesClusterResolver(override_client=client).cluster_spec().as_dict() == {"worker": ["10.1.2.3:8470"]}
+        assert spec.as_dict() == {"worker": ["10.1.2.3:8470"]}
 
 
 @pytest.mark.parametrize("location", [None, 0, "WITHIN_CLUSTER"])

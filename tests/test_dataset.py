@@ -122,7 +122,7 @@ def test_a_batch_that_breaks_the_promise_is_masked():
     assert np.asarray(second.mask)[:, 0].tolist() == [2, 1]
 
 
-def test_a_mask_is_sent_once_and_again_after_a_step_took_it():
+def test_a_mask_is_sent_once_and_again_after_it_was_deleted():
     first, second, third = distribute_dataset(mirrored(2), iter([np.arange(4)] * 3))
     assert first.mask is second.mask is third.mask
 
@@ -331,6 +331,28 @@ def test_get_next_raises_at_the_end_and_iteration_stops():
         next(iterator)
 
 
+def test_the_end_stays_the_end_also_of_a_source_that_starts_again():
+    class Restarts:
+        def __init__(self):
+            self.asked = 0
+
+        def __next__(self):
+            self.asked += 1
+            if self.asked == 2:
+                raise StopIteration
+            return np.arange(4)
+
+        def __iter__(self):
+            return self
+
+    iterator = iter(distribute_dataset(mirrored(2), Restarts()))
+
+    assert len(list(iterator)) == 1
+    assert next(iterator, None) is None
+    with pytest.raises(OutOfRangeError):
+        iterator.get_next()
+
+
 def test_an_optional_says_whether_there_is_an_element():
     strategy = mirrored(2)
     iterator = iter(distribute_dataset(strategy, [np.arange(2)]))
@@ -339,6 +361,7 @@ def test_an_optional_says_whether_there_is_an_element():
 
     assert (some.has_value(), none.has_value()) == (True, False)
     assert parts(strategy, some.get_value()) == [[0], [1]]
+    assert (repr(some)[:21], repr(none)) == ("Optional(PerReplica:{", "Optional(no value)")
     with pytest.raises(OutOfRangeError, match="has_value"):
         none.get_value()
 
@@ -377,6 +400,7 @@ def test_element_spec_describes_every_element_and_loses_none():
 
     assert (spec.data.shape, spec.data.dtype, spec.mask.shape) == ((4, 3), jnp.float32, (2, 3))
     assert spec.data.sharding == strategy.placement.split
+    assert [(part.shape, part.dtype) for part in spec.values] == [((2, 3), jnp.float32)] * 2
     assert len(list(dataset)) == 2
 
 
@@ -440,7 +464,14 @@ def test_a_dataset_cannot_be_distributed_inside_a_step_or_for_another_strategy()
             range(4), r"(?s)Batch 0 of .*range.*over 2 replicas.*batch  int64\[\]  no rows.*np.stack", id="scalars"
         ),
         pytest.param([{"x": np.zeros(4), "y": np.zeros(3)}], r"(?s)\['x'\]  float64\[4\]  4 rows.*3 rows", id="sizes"),
-        pytest.param([np.zeros((0, 2))], r"(?s)float64\[0,2\]  0 rows", id="no-rows"),
+        pytest.param(
+            [np.zeros((0, 2))], r"(?s)it has no rows.*float64\[0,2\]  0 rows.*empty batches out", id="no-rows"
+        ),
+        pytest.param(
+            [list(range(9))],
+            r"(?s)batch\[0\]  int64\[\].*\.\.\. and 3 more leaves.*np.asarray\(batch\)",
+            id="list-of-numbers",
+        ),
         pytest.param([{}], "has no leaves", id="no-leaves"),
         pytest.param(
             (np.zeros((10, 3)), np.zeros(10)),
@@ -586,10 +617,20 @@ def test_batches_without_rows_are_passed_over():
 
 
 def test_scalars_are_stacked_and_the_odd_one_is_kept():
-    elements = list(distribute_from_function(mirrored(2), lambda context: range(5)))
+    strategy = mirrored(2)
+    elements = list(distribute_from_function(strategy, lambda context: range(5)))
 
-    assert [np.asarray(element.data).tolist() for element in elements[:2]] == [[0, 1], [2, 3]]
-    assert (np.asarray(elements[2].data)[0], np.asarray(elements[2].mask)[:, :2].tolist()) == (4, [[1, 1], [0, 1]])
+    assert [parts(strategy, element) for element in elements] == [[0, 1], [2, 3], [4, []]]
+    assert [int(strategy.reduce("sum", element)) for element in elements] == [1, 5, 4]
+    assert {element.data.shape for element in elements} == {(2,)}
+
+
+def test_a_step_on_scalars_that_would_count_padding_says_how_to_make_rows_of_them():
+    strategy = mirrored(2)
+
+    with pytest.raises(rx.LocalityError, match=r"(?s)padded batch without asking.*replica 1  0 of 1.*`.batch\(1\)`"):
+        for element in distribute_from_function(strategy, lambda context: range(5)):
+            strategy.run(lambda x: rx.get_replica_context().all_reduce("sum", x), args=(element,))
 
 
 def test_a_generator_is_made_anew_for_each_pass():
@@ -630,7 +671,9 @@ def test_places_of_another_number_of_pipelines_are_refused():
         iter(distribute_from_function(mirrored(3), lambda context: [], PER_REPLICA)).set_state(state)
 
 
-@pytest.mark.parametrize("state", [{"x": 1}, {"batch": 1, "full": 4}, 7])
+@pytest.mark.parametrize(
+    "state", [{"x": 1}, {"batch": 1, "full": 4}, 7, {"pipelines": [{"batch": -1}]}, {"pipelines": ["x"]}]
+)
 def test_what_is_no_place_is_refused(state):
     here = iter(distribute_from_function(mirrored(2), lambda context: [np.arange(2)]))
 
@@ -848,6 +891,34 @@ def test_the_thread_ends_with_the_data(options):
     list(distribute_dataset(mirrored(2), batched(20, 2), options))
 
     assert reading_threads() == []
+
+
+@pytest.mark.parametrize("options", [InputOptions(), InputOptions(prefetch=2)], ids=["as-asked", "ahead"])
+def test_a_closed_pass_has_ended_and_knows_its_place(options):
+    strategy = mirrored(2)
+    iterator = iter(distribute_dataset(strategy, batched(8, 2), options))
+    next(iterator)
+
+    iterator.close()
+    rest = list(iterator)
+    iterator.set_state(iterator.get_state())
+
+    assert rest == []
+    assert parts(strategy, next(iterator)) == [[2], [3]]
+
+
+def test_a_padded_batch_of_several_leaves_may_be_donated():
+    strategy = mirrored(2)
+    batches = data.from_arrays((np.arange(5.0), {"y": np.ones(5)}), batch_size=4)
+
+    sums, donated = [], []
+    for batch in distribute_dataset(strategy, batches):
+        out = strategy.run(lambda b: b[0] + b[1]["y"], args=(batch,), options=rx.RunOptions(donate=(0,)))
+        sums.append(strategy.gather(out, axis=0).tolist())
+        donated.append((batch[0].data.is_deleted(), batch[0].mask.is_deleted()))
+
+    assert sums == [[1.0, 2.0, 3.0, 4.0], [5.0]]
+    assert donated == [(True, False)] * 2
 
 
 @pytest.mark.parametrize("options", WAYS, ids=["device", "host", "both"])

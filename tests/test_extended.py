@@ -288,6 +288,30 @@ def test_components_of_an_on_read_variable_are_updated_in_a_step(strategy):
     assert strategy.extended.read_var(v) == 4.0
 
 
+def test_names_of_2019_are_found_on_the_strategy(strategy):
+    config = {"allow_soft_placement": True}
+    iterator = strategy.make_dataset_iterator([np.arange(4.0)])
+    with strategy.scope():
+        beside = rx.Variable(1.0)
+        with strategy.colocate_vars_with(beside):
+            assert rx.Variable(2.0).devices == beside.devices
+
+    rows = strategy.experimental_run(lambda x: x.sum(), iterator)
+    strategy.configure(config)
+
+    assert float(strategy.reduce("sum", rows)) == 6.0
+    assert strategy.update_config_proto({"allow_soft_placement": True}) == config
+    assert config.get("isolate_session_state", False) == isinstance(
+        strategy, rx.MirroredStrategy | rx.TPUStrategy | rx.experimental.CentralStorageStrategy
+    )
+
+
+def test_only_variables_and_plain_values_are_read(strategy):
+    assert strategy.extended.read_var(3.0) == 3.0
+    with pytest.raises(AssertionError, match="(?s)not an rx.Variable.*PerReplica"):
+        strategy.extended.read_var(differing(1.0, 2.0))
+
+
 def test_an_on_read_variable_is_read_combined_from_inside_a_replica(strategy):
     def step():
         v.assign(rx.get_replica_context().replica_id_in_sync_group + 1.0)

@@ -70,6 +70,12 @@ def test_the_largest_even_axis_is_cut_and_small_variables_stay_whole():
     assert layouts == [P("replica"), P(None, "replica"), P(None, "replica"), P(), P(), P()]
 
 
+@pytest.mark.parametrize("size", [-1, 2.5, None], ids=repr)
+def test_a_size_that_is_none_is_refused(size):
+    with pytest.raises(rx.VariableError, match="a number of elements"):
+        rx.fully_sharded(size)
+
+
 def test_a_variable_may_say_otherwise():
     strategy = rx.MirroredStrategy(jax.devices()[:2], variables=rx.fully_sharded(min_size=2))
     with strategy.scope():

@@ -16,6 +16,19 @@ from replicax._losses import compute_average_loss, mean, scale_regularization_lo
 
 RNG = np.random.default_rng(0)
 SCORES = RNG.normal(size=(11, 4)).astype(np.float32)
+SCORES[:, 3] = [
+    0.02,
+    0.9,
+    0.4,
+    0.62,
+    0.62,
+    0.1,
+    0.3,
+    0.81,
+    0.55,
+    0.55,
+    0.97,
+]  # probabilities, none on the edge of a bin
 LABELS = RNG.integers(0, 4, size=11).astype(np.int32)
 
 
@@ -120,8 +133,9 @@ def test_a_batch_of_no_rows_has_no_loss():
 
 @pytest.mark.parametrize("size", [-1, 2.5, np.array([1, 2]), True], ids=["negative", "fraction", "several", "bool"])
 def test_a_batch_size_must_count_rows(size):
-    with pytest.raises(ValueError, match="does not count rows"):
+    with pytest.raises(ValueError, match="does not count rows") as caught:
         compute_average_loss(np.ones(2), global_batch_size=size)
+    assert isinstance(caught.value, TypeError)  # which tf.distribute raises for all but the negative one
 
 
 def test_a_batch_size_may_be_traced():
@@ -160,20 +174,41 @@ CLASSES = {
 OPTIONS = {metrics.TopKAccuracy: {"k": 2}}
 
 
+def area_by_pairs(scores, labels):
+    """The part of all pairs of a positive and a negative in which the positive has the higher score."""
+    positive, negative = scores[labels][:, None], scores[~labels][None]
+    return ((positive > negative) + 0.5 * (positive == negative)).mean()
+
+
+YES_OR_NO = {
+    metrics.BinaryAccuracy: lambda p, y: ((p > 0.5) == y).mean(),
+    metrics.Precision: lambda p, y: y[p > 0.5].mean(),
+    metrics.Recall: lambda p, y: (p > 0.5)[y].mean(),
+    metrics.F1: lambda p, y: 2 * (y & (p > 0.5)).sum() / (y.sum() + (p > 0.5).sum()),
+    metrics.AUC: area_by_pairs,
+}
+CLASSES |= {
+    kind: (lambda x, y: (x[:, 3], y == 1), lambda x, y, exact=exact: exact(x[:, 3], y == 1))
+    for kind, exact in YES_OR_NO.items()
+}
+
+
 @pytest.mark.parametrize("replicas", [1, 2, 4])
-@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
-def test_a_metric_over_short_batches_is_that_of_all_rows(kind, replicas):
-    strategy, (inputs, expected) = mirrored(replicas), CLASSES[kind]
+def test_metrics_over_short_batches_are_those_of_all_rows(replicas):
+    strategy = mirrored(replicas)
     with strategy.scope():
-        metric = kind(**OPTIONS.get(kind, {}))
+        made = {kind: kind(**OPTIONS.get(kind, {})) for kind in CLASSES}
 
     def step(x, y):
-        metric.update(*inputs(x, y))
+        for kind, metric in made.items():
+            metric.update(*CLASSES[kind][0](x, y))
 
     for x, y in strategy.distribute_dataset(data.from_arrays((SCORES, LABELS), batch_size=5)):
         strategy.run(step, args=(x, y))
 
-    np.testing.assert_allclose(metric.result(), expected(SCORES, LABELS), rtol=1e-5)
+    found = {kind.__name__: float(metric.result()) for kind, metric in made.items()}
+    expected = {kind.__name__: exact(SCORES, LABELS) for kind, (_, exact) in CLASSES.items()}
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
@@ -252,6 +287,99 @@ def test_a_scalar_counts_as_one_value():
     assert float(state.compute()) == 2.5
 
 
+def test_weights_count_in_every_kind_of_metric():
+    scores, labels = np.array([0.9, 0.8, 0.3, 0.1]), np.array([1, 0, 1, 0])
+    weights = np.array([2.0, 1.0, 3.0, 0.0])
+
+    found = {
+        kind: float(kind.empty().update(scores, labels, sample_weight=weights).compute())
+        for kind in (metrics.Precision, metrics.Recall, metrics.F1, metrics.AUC, metrics.BinaryAccuracy)
+    }
+
+    assert [round(value, 4) for value in found.values()] == [0.6667, 0.4, 0.5, 0.4, 0.3333]
+
+
+def test_a_metric_of_nothing_is_not_a_number():
+    nothing_found = metrics.Precision.empty().update(np.array([0.1, 0.2]), np.array([1, 0]))
+    one_class = metrics.AUC.empty().update(np.array([0.1, 0.2]), np.array([1, 1]))
+
+    assert np.isnan(nothing_found.compute()) and np.isnan(one_class.compute())
+
+
+def test_metrics_take_in_what_others_have_seen():
+    with mirrored(2).scope():
+        one, other = metrics.AUC(), metrics.AUC()
+    whole = metrics.AUC.empty().update(SCORES[:, 3], LABELS == 1)
+    one.update(SCORES[:4, 3], LABELS[:4] == 1)
+    other.update(SCORES[4:7, 3], LABELS[4:7] == 1)
+
+    one.merge(other)
+    one.merge(metrics.AUC.empty().update(SCORES[7:, 3], LABELS[7:] == 1))
+
+    assert float(one.result()) == pytest.approx(float(whole.compute()))
+
+
+def test_states_of_different_metrics_are_not_merged():
+    with pytest.raises(InputError, match=r"(?s)another metric.*Mean\(\).*Sum\(\)"):
+        metrics.Mean.empty().merge(metrics.Sum.empty())
+    with pytest.raises(InputError, match=r"(?s)TopKAccuracy\(k=1\).*TopKAccuracy\(k=2\)"):
+        metrics.TopKAccuracy(k=1).merge(metrics.TopKAccuracy(k=2))
+
+
+ROWS, COLUMN = np.zeros(4, np.float32), np.zeros((4, 1), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs", "text"),
+    [
+        (
+            metrics.MeanSquaredError,
+            (COLUMN, ROWS),
+            r"(?s)different shape.*float32\[4,1\].*float32\[4\].*predictions\[:, 0",
+        ),
+        (metrics.AUC, (COLUMN, ROWS), "different shape"),
+        (metrics.F1, (COLUMN, ROWS), "different shape"),
+        (metrics.Accuracy, (ROWS, COLUMN), "different shape"),
+        (metrics.Accuracy, (np.eye(4), np.eye(4)), r"(?s)no label for each row.*labels.argmax\(-1\)"),
+        (metrics.Accuracy, (np.eye(4), np.zeros((4, 1), int)), r"(?s)no label for each row.*labels\[:, 0\]"),
+        (metrics.TopKAccuracy, (np.eye(4), np.eye(4)), "(?s)one class for each row.*argmax"),
+    ],
+)
+def test_predictions_and_labels_that_would_be_spread_over_each_other_are_refused(kind, inputs, text):
+    with pytest.raises(InputError, match=text):
+        kind.empty().update(*inputs)
+
+
+@pytest.mark.parametrize("name", ["mask", "sample_weight"])
+@pytest.mark.parametrize("shape", [(3,), (4, 1, 1), (4, 2)])
+def test_weights_that_do_not_fit_are_refused(name, shape):
+    with pytest.raises(InputError, match=rf"(?s)`{name}` of a shape.*{name} .*values +\[4, 3\]"):
+        metrics.Mean.empty().update(np.ones((4, 3)), **{name: np.ones(shape)})
+
+
+def test_losses_and_weights_must_fit():
+    with pytest.raises(
+        InputError, match=r"(?s)`sample_weight` of a shape.*\[2, 1\].*\[2\].*sample_weight.reshape\(-1\)"
+    ):
+        compute_average_loss(np.ones(2), sample_weight=np.ones((2, 1)))
+
+
+def test_what_a_metric_does_not_take_is_refused_by_its_public_name():
+    with pytest.raises(TypeError, match=r"rx.metrics.Accuracy.update\(...\)` takes predictions, labels, and got 1"):
+        metrics.Accuracy.empty().update(ROWS)
+    with pytest.raises(TypeError, match="rx.metrics.Mean has no option k"):
+        metrics.Mean(k=3)
+    with pytest.raises(InputError, match="nothing is among the best 0"):
+        metrics.TopKAccuracy.empty(k=0).update(np.eye(2), np.arange(2))
+
+
+def test_a_metric_says_what_it_is():
+    metric = metrics.TopKAccuracy(k=3, name="top 3")
+
+    assert repr(metric) == "<rx.metrics.TopKAccuracy(k=3) 'top 3'>"
+    assert repr(metric.state()) == "<rx.metrics.State of TopKAccuracy(k=3)>"
+
+
 def test_predicted_classes_may_be_given_instead_of_scores():
     assert float(metrics.Accuracy.empty().update(np.array([1, 2, 3]), np.array([1, 2, 0])).compute()) == pytest.approx(
         2 / 3
@@ -275,6 +403,18 @@ def test_counting_goes_on_where_a_float_stands_still(jit):
     counted = np.asarray(count_on(state).sums, np.float64).sum(axis=1)
 
     assert counted.tolist() == [2.0**24 + 1000] * 2
+
+
+def test_counting_outside_a_step_loses_nothing_when_replicas_share_it():
+    with mirrored(3).scope():
+        metric = metrics.Sum()
+    metric.merge(metrics.State(jnp.array([[2.0**24 + 2, 1.0], [2.0**24 + 2, 1.0]]), metric.measure))
+
+    for _ in range(20):
+        metric.update(1.0)
+
+    shares = np.asarray(metric.variable.values, np.float64)
+    np.testing.assert_allclose(shares.sum(axis=(0, 2)), [2.0**24 + 23] * 2, atol=1e-4)
 
 
 def test_a_metric_in_a_step_compiles_once(compilations):

@@ -34,6 +34,8 @@ def test_takes_as_many_steps_as_asked_for():
 
     assert monitor.run_steps(1) == 1
     assert monitor.run_steps(3) == 3
+    with pytest.raises(ValueError, match="a number of steps"):
+        monitor.run_steps(-1)
     assert int(step.total) == 10
     assert monitor.steps_done == 4
 

@@ -178,6 +178,11 @@ def test_sum_and_mean_differ_by_the_number_of_replicas(strategy):
     assert after("sum") == 1 - 0.5 * strategy.num_replicas_in_sync
 
 
+def test_an_optimizer_is_made_of_a_transformation():
+    with pytest.raises(TypeError, match="'sgd'.*Optax transformation"):
+        rx.Optimizer("sgd", gradients="sum")
+
+
 def test_gradients_has_no_default():
     with pytest.raises(TypeError):
         rx.Optimizer(optax.sgd(0.1))

@@ -37,6 +37,12 @@ def towers(ran):
     np.testing.assert_allclose(ran["w"].numpy(), 3.0, atol=0.01)
 
 
+def keras_of_2018(ran):
+    losses = ran["history"].history["loss"]
+    assert losses[2] < losses[0]
+    assert ran["model"].layers[0].kernel.value.devices() == set(ran["distribution"].worker_devices)
+
+
 def tpus_of_2018(ran):
     np.testing.assert_allclose(ran["w"].numpy(), 3 * (1 - 0.6**5), rtol=1e-5)
     np.testing.assert_allclose(ran["context"].last_step_outputs["loss"], 9 * 0.6**8, rtol=1e-5)
@@ -64,6 +70,7 @@ def tpus(ran):
 DIFFS = diffs()
 CHECKS = {
     ("towers", "Towers"): towers,
+    ("towers", "Keras"): keras_of_2018,
     ("towers", "TPUs"): tpus_of_2018,
     ("replicas", "Keras fit"): keras_fit,
     ("replicas", "A loop of one's own"): a_loop,

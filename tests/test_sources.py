@@ -69,6 +69,16 @@ class Indexable:
         return squares(BATCHES[index])
 
 
+class Numbered:
+    """Batches by number, up to a length; beyond it there is no error, but nothing in them."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return squares(np.arange(10)[4 * index : 4 * index + 4])
+
+
 def generator():
     for batch in BATCHES:
         yield squares(batch)
@@ -78,6 +88,7 @@ AGAIN = {
     "list": lambda: [squares(batch) for batch in BATCHES],
     "tuple": lambda: tuple(squares(batch) for batch in BATCHES),
     "indexable": Indexable,
+    "numbered": Numbered,
     "function": lambda: generator,
     "partial": lambda: functools.partial(map, squares, BATCHES),
     "arrays": lambda: data.from_arrays(squares(np.arange(10)), batch_size=4),

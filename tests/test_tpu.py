@@ -66,10 +66,16 @@ def test_fewer_cores_can_be_asked_for():
     assert strategy.extended.worker_devices == tuple(jax.devices()[:2])
 
 
-@pytest.mark.parametrize("cores", [0, 9])
+@pytest.mark.parametrize("cores", [0, 9, 2.0, "2", True], ids=repr)
 def test_cores_that_are_not_there_are_refused(cores):
-    with pytest.raises(rx.DeviceError, match=f"asked for {cores}, the slice has 8"):
+    with pytest.raises(rx.DeviceError, match=f"asked for {cores!r}, the slice has 8"):
         rx.TPUStrategy(num_cores=cores)
+
+
+@pytest.mark.parametrize("steps", [0, 2.5, "2"], ids=repr)
+def test_what_is_no_number_of_steps_is_refused(steps):
+    with pytest.raises(ValueError, match="steps_per_run"):
+        rx.TPUStrategy(steps_per_run=steps)
 
 
 def test_other_resolvers_are_refused():
@@ -165,7 +171,18 @@ def test_parts_that_do_not_fit_are_refused_with_the_numbers(parts, found):
 def test_a_list_is_split_like_an_array():
     strategy = of_cores(2, 4)
 
-    assert strategy.run(lambda: strategy.experimental_split_to_logical_devices([1.0, 2.0], [2]).sum()) == 3.0
+    split = strategy.experimental_split_to_logical_devices
+
+    assert strategy.run(lambda: split([1.0, 2.0], [2]).sum()) == 3.0
+    assert strategy.run(lambda: split([1.0, 2.0], np.array([2])).sum()) == 3.0
+
+
+def test_a_pytree_is_not_split():
+    strategy = of_cores(2, 4)
+    for split in (lambda x: strategy.experimental_split_to_logical_devices(x, [2]),
+                  strategy.experimental_replicate_to_logical_devices):  # fmt: skip
+        with pytest.raises(ValueError, match="one array"):
+            split({"a": jnp.ones(2)})
 
 
 @pytest.mark.parametrize("number", [-1, 2, 0.5, "a"])

@@ -213,6 +213,90 @@ def test_components_without_aggregation_have_no_common_value(compiled):
         variable.read_value()
 
 
+def test_integer_components_of_a_sum_add_up_to_what_was_assigned(strategy):
+    variable = make(strategy, [0, 0], synchronization="on_read", aggregation="sum")
+
+    variable.assign([7, 8])
+    assert held(variable) == [[4, 4], [3, 4]] and variable.numpy().tolist() == [7, 8]
+
+    strategy.run(lambda: rx.get_replica_context().merge_call(lambda _: variable.assign([-5, 1])))
+    assert variable.numpy().tolist() == [-5, 1]
+
+
+@pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica", "none"])
+def test_an_assignment_across_replicas_of_a_run_returns_what_is_read_there(strategy, aggregation):
+    variable = make(strategy, 1.0, synchronization="on_read", aggregation=aggregation)
+
+    def step():
+        return rx.get_replica_context().merge_call(lambda _: variable.assign(6.0))
+
+    result = strategy.run(step)
+
+    if aggregation == "none":
+        assert result is variable and held(variable) == [6.0, 6.0]
+    else:
+        assert rx.locality(result) == "M" and float(result) == float(variable.value) == 6.0
+
+
+@pytest.mark.parametrize("aggregation", ["sum", "none"])
+def test_a_single_component_is_the_value(aggregation):
+    for strategy in (rx.get_strategy(), rx.OneDeviceStrategy("cpu:0"), rx.MirroredStrategy(jax.devices()[:1])):
+        variable = make(strategy, 1.0, synchronization="on_read", aggregation=aggregation)
+        variable.assign_add(2.0)
+        variable.assign_add(rx.PerReplica((3.0,)))
+
+        assert float(variable.value) == 6.0
+
+
+# -- values per replica that a step did not get as an argument
+
+
+def laid_out(strategy):
+    return {
+        "parts": rx.PerReplica((jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0]))),
+        "rows": strategy.run(lambda: jnp.array([1.0, 2.0]) + 2.0 * me()),
+    }
+
+
+@pytest.mark.parametrize("form", ["parts", "rows"])
+def test_a_captured_value_per_replica_is_each_replicas_own(strategy, form):
+    captured = laid_out(strategy)[form]
+    mean = make(strategy, [0.0, 0.0], aggregation="mean")
+    first = make(strategy, [0.0, 0.0], aggregation="only_first_replica")
+    apart = make(strategy, [0.0, 0.0], synchronization="on_read", aggregation="sum")
+
+    def step():
+        context = rx.get_replica_context()
+        mean.assign(captured)
+        first.assign(captured)
+        apart.assign(captured)
+        merged = context.merge_call(lambda s, x: s.reduce("sum", x) + sum(s.experimental_local_results(x)), (captured,))
+        return jnp.negative(captured), context.all_reduce("sum", captured), context.all_gather(captured, 0), merged
+
+    own, total, gathered, merged = strategy.run(step)
+
+    assert [x.tolist() for x in own.values] == [[-1.0, -2.0], [-3.0, -4.0]]
+    assert (total.tolist(), gathered.tolist(), merged.tolist()) == ([4.0, 6.0], [1.0, 2.0, 3.0, 4.0], [8.0, 12.0])
+    assert (held(mean), held(first)) == ([[2.0, 3.0]] * 2, [[1.0, 2.0]] * 2)
+    assert held(apart) == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def test_a_captured_value_per_replica_is_still_one_that_differs(strategy):
+    captured = laid_out(strategy)["rows"]
+    mirrored = make(strategy, [0.0, 0.0])
+    mine = make(strategy, [0.0, 0.0, 0.0], aggregation="mean")
+
+    with pytest.raises(rx.LocalityError, match="'v'"):
+        strategy.run(lambda: mirrored.assign(captured))
+    with pytest.raises(ValueError, match="another shape"):
+        strategy.run(lambda: mine.assign(captured))
+    with pytest.raises(ValueError, match="2 components|3 components"):
+        strategy.run(lambda: jnp.negative(rx.PerReplica((1.0, 2.0, 3.0))))
+    short = next(iter(strategy.distribute_dataset([np.arange(3.0)])))
+    with pytest.raises(ValueError, match="captured and did not get as an argument"):
+        strategy.run(lambda: jnp.negative(short))
+
+
 # -- being array-like
 
 

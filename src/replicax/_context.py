@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import jax
 
@@ -46,6 +46,7 @@ class Ledger(Protocol):
     def all_reduce(self, op: ReduceOp, value: PyTree, options: CommunicationOptions | None) -> PyTree: ...
     def all_gather(self, value: PyTree, axis: int, options: CommunicationOptions | None) -> PyTree: ...
     def first(self, value: PyTree) -> PyTree: ...
+    def own(self, value: Any) -> Any: ...
     def components(self, value: Any) -> list[Any]: ...
     def read_across(self, variable: Variable) -> Any: ...
     def create(self, make: Callable[..., Any], kwargs: dict[str, Any]) -> Any: ...
@@ -220,30 +221,44 @@ class _Entered(threading.local):
         self.stack: list[tuple[Mode | None, int, list[Callable[[], None]]]] = []
 
 
-class Scope:
-    """``with strategy.scope():``. Can be entered again and again, nested too."""
+_Named = TypeVar("_Named")
 
-    def __init__(self, strategy: Strategy) -> None:
+
+class Scope(Generic[_Named]):
+    """``with strategy.scope():``. Can be entered again and again, nested too.
+
+    `named` is what the block calls the strategy: itself, or the object of 2018 that speaks for it.
+    """
+
+    def __init__(self, strategy: Strategy, named: _Named) -> None:
         self._strategy = strategy
+        self._named = named
         self._of_thread = _Entered()
 
     @property
     def _entered(self) -> list[tuple[Mode | None, int, list[Callable[[], None]]]]:
         return self._of_thread.stack
 
-    def __enter__(self) -> Strategy:
+    def __enter__(self) -> _Named:
         strategy, mode = self._strategy, current()
         if strategy is _default:
             if mode is not None and mode.strategy is not _default:
                 raise _errors.nested_default_scope(mode.strategy)
-            self._entered.append((None, 0, []))  # the default strategy is in force already
-            return strategy
+            self._put_in_force(self.of_default(mode), [])
+            return self._named
         require_cross(strategy, "strategy.scope()")
         inner = Mode(strategy, Kind.CROSS) if mode is None else dataclasses.replace(mode)
-        undo = [hook(strategy) for hook in scope_hooks]
-        thread.modes.append(inner)
+        self._put_in_force(inner, [hook(strategy) for hook in scope_hooks])
+        return self._named
+
+    def of_default(self, mode: Mode | None) -> Mode | None:
+        """The mode that the default strategy's scope puts in force: none, as it is in force already."""
+        return None
+
+    def _put_in_force(self, inner: Mode | None, undo: list[Callable[[], None]]) -> None:
+        if inner is not None:
+            thread.modes.append(inner)
         self._entered.append((inner, len(thread.creators), undo))
-        return strategy
 
     def __exit__(self, *exc: object) -> None:
         if not self._entered:
@@ -277,7 +292,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     """
     if strategy is not None and not isinstance(getattr(strategy, "scope", None), MethodType):
         raise _errors.not_a_strategy(strategy)
-    scope: Scope | None = getattr(_global_scope, "scope", None)
+    scope: Scope[Any] | None = getattr(_global_scope, "scope", None)
     if scope is not None and scope._entered and current() is scope._entered[-1][0]:
         scope.__exit__(None, None, None)
         _global_scope.scope = None

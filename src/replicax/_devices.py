@@ -104,7 +104,7 @@ def resolve(word: str | jax.Device) -> jax.Device:
 
 def resolve_all(words: Iterable[str | jax.Device], call: str) -> tuple[jax.Device, ...]:
     """`resolve` for a list in which no device may stand twice; `call` is the user's call, for the message."""
-    if isinstance(words, (str, jax.Device)):
+    if isinstance(words, (str, jax.Device)) or not isinstance(words, Iterable):
         raise _not_a_list(words, call)
     words = list(words)
     devices = tuple(resolve(word) for word in words)
@@ -237,9 +237,10 @@ def _span(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
-def _not_a_list(given: str | jax.Device, call: str) -> DeviceError:
-    word = given if isinstance(given, str) else canonical(given)
-    return DeviceError(message(f"{call} takes a list of devices", [f"got {word!r} alone"], instead=[f"[{word!r}]"]))
+def _not_a_list(given: object, call: str) -> DeviceError:
+    word = canonical(given) if isinstance(given, jax.Device) else given
+    example = repr([word if isinstance(word, str) else "cpu:0"])
+    return DeviceError(message(f"{call} takes a list of devices", [f"got {word!r} alone"], instead=[example]))
 
 
 def _duplicates(call: str, words: list[str | jax.Device], devices: tuple[jax.Device, ...]) -> DeviceSpecError:

@@ -161,6 +161,10 @@ class NotADatasetError(InputError, TypeError):
     """What was given as a dataset cannot be gone through batch by batch."""
 
 
+class NotACountError(InputError, TypeError):
+    """A number of rows was asked for, and this is none."""
+
+
 class AmbiguousSumError(LocalityError, AssertionError, ValueError):
     """A sum over replicas of a value that is the same on each: one copy, or N of them?"""
 
@@ -295,6 +299,18 @@ def per_replica_as_array(value: Any) -> PerReplicaUseError:
                 "strategy.experimental_local_results(value) lists them",
                 "strategy.run(fn, args=(value,)) gives each replica its own",
             ],
+        )
+    )
+
+
+def captured_per_replica(value: Any) -> InputError:
+    return InputError(
+        message(
+            "A step uses a per-replica value that it captured and did not get as an argument",
+            [_short(value)],
+            "A step may capture its component where all of the replicas are in this process and no row is padding: of what "
+            "is captured, only the numbers become part of the program.",
+            ["strategy.run(step, args=(value,))"],
         )
     )
 
@@ -761,8 +777,12 @@ def on_read_none(variable: Any) -> VariableError:
     )
 
 
+class ComponentlessWriteError(VariableError, RuntimeError):
+    """Something was added to an on-read variable where it is not said which component should take it."""
+
+
 def on_read_sum_from_across(variable: Any, method: str) -> VariableError:
-    return VariableError(
+    return ComponentlessWriteError(
         f"SyncOnReadVariable does not support `{method}` in cross-replica context when aggregation is set to "
         f"`VariableAggregation.SUM`: `{variable.name}.{method}(x)`. Which component should take x? Call it inside a "
         f"replica, or write `{variable.name}.assign({variable.name}.value + x)`."
@@ -803,8 +823,12 @@ def not_a_variable(call: str, leaf: Any) -> TypeError:
 # -- Steps that would give wrong numbers
 
 
+class UnreducedWriteError(LocalityError, ValueError):
+    """A value that differs between replicas was written to a variable that has one value for all of them."""
+
+
 def unreduced_write(fn: Any, variable: Any, site: Any, origin: Any) -> LocalityError:
-    return LocalityError(
+    return UnreducedWriteError(
         message(
             f"`{_name(fn)}` writes a per-replica value to the mirrored variable {variable.name!r} at {site}",
             [f"it became per-replica at {origin.site}: {origin.why}" if origin.site else f"because {origin.why}"],
@@ -849,16 +873,20 @@ def averages_padding(fn: Any, site: Any, counts: Any, rows: int) -> LocalityErro
     padded = [
         f"replica {i}  {count} of {rows} rows are real" for i, count in enumerate(map(int, counts)) if count < rows
     ]
+    instead = [
+        "rx.mean(per_example_loss), the mean over the real rows",
+        "rx.valid_rows(), a mask of the real rows, or rx.metrics",
+        "drop the short batch: from_arrays(..., drop_remainder=True)",
+    ]
+    if rows == 1 and not site.line:  # no line of the user's: the example had no row axis when the step got it
+        instead = ["batch single examples, so that they are rows: `.batch(1)`", *instead[1:]]
+    where = f" at {site}" if site.line else ""
     return LocalityError(
         message(
-            f"`{_name(fn)}` combines the rows of a padded batch at {site} without asking which of them are real",
+            f"`{_name(fn)}` combines the rows of a padded batch{where} without asking which of them are real",
             padded or ["this batch is full; the last one of the dataset is short"],
             "Padding would count as data.",
-            [
-                "rx.mean(per_example_loss), the mean over the real rows",
-                "rx.valid_rows(), a mask of the real rows, or rx.metrics",
-                "drop the short batch: from_arrays(..., drop_remainder=True)",
-            ],
+            instead,
         )
     )
 
@@ -893,12 +921,18 @@ class AbsentProcessError(ReplicaxError, TimeoutError):
 # -- Updates, destinations and colocation
 
 
+def not_an_accumulation(given: Any) -> TypeError:
+    return TypeError(
+        f"ReductionToOneDevice(accumulation_fn={given!r}): a function that adds up a list of arrays, or None for `+`."
+    )
+
+
 class ReduceOpError(ReplicaxError, AssertionError, ValueError):
     """A word that says how to aggregate a variable where one that names a reduction is needed."""
 
 
 class ForeignVariableError(VariableError, AssertionError):
-    """What was to be updated is no variable, or none of this strategy."""
+    """What was to be read or updated is no variable, or none of this strategy."""
 
 
 class UpdateArgumentError(LocalityError, AssertionError, ValueError):
@@ -922,6 +956,10 @@ def not_a_pair(pair: Any, rule: str) -> InputError:
             ["[(gradient, variable), ...]"],
         )
     )  # fmt: skip
+
+
+def not_pairs(pairs: Any) -> InputError:
+    return not_a_pair(pairs, "`value_destination_pairs` should be a list of tuples.")
 
 
 def empty_destinations() -> DeviceError:
@@ -959,6 +997,16 @@ def broadcast_of_per_replica(value: Any) -> UpdateArgumentError:
             [" ".join(_short(value).split())],
             "One value goes to all devices; which of these is it?",
             ['strategy.reduce("mean", value)', "strategy.experimental_local_results(value)[0]"],
+        )
+    )
+
+
+def read_of_no_variable(given: Any) -> ForeignVariableError:
+    return ForeignVariableError(
+        message(
+            "strategy.extended.read_var(v): v is not an rx.Variable",
+            [_short(given)],
+            instead=["strategy.reduce(op, x) for a value per replica"],
         )
     )
 
@@ -1179,7 +1227,7 @@ def created_by_this_replica_only(name: str, replica: int, made: Sequence[str]) -
 
 
 def unequal_copies(fn: Any, variable: Any, site: Any, copies: Sequence[Any]) -> LocalityError:
-    return LocalityError(
+    return UnreducedWriteError(
         message(
             f"`{_name(fn)}` left unequal copies of the mirrored variable {variable.name!r}, written at {site}",
             [f"replica {i}  {' '.join(str(copy).split())[:100]}" for i, copy in enumerate(copies)],

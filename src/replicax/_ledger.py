@@ -39,7 +39,7 @@ from replicax._cross import host, in_step
 from replicax._locality import Site, call_site
 from replicax._options import CommunicationOptions, ReduceOp, VariableAggregation
 from replicax._placement import AXIS
-from replicax._values import PARTS, ROWS, TRACED, PerReplica
+from replicax._values import PARTS, ROWS, TRACED, PerReplica, is_per_replica
 from replicax._variables import storage
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class TracedLedger:
     def write(self, variable: Variable, value: Any) -> None:
         self.refuse_foreign_jit(variable, "assign")
         cell = self.cells.get(variable) or self._open(variable)
-        value = lax.stop_gradient(value)
+        value = lax.stop_gradient(value if value.shape == variable.shape else value[self.replica_id()])
         if cell.ref is not None:
             cell.ref[...] = value
         elif _jax.current_trace() is self.trace:
@@ -208,23 +208,26 @@ class TracedLedger:
 
     def gather_across(self, value: PerReplica, axis: int) -> Any:
         """`strategy.gather` in cross-replica code of this run."""
-        return in_step.all_gather(self.placement, self._own(value), axis)
+        return in_step.all_gather(self.placement, self.own(value), axis)
 
     def components(self, value: PerReplica | Variable) -> list[Any]:
         """A per-replica value or an on-read variable opened in cross-replica code: the component of every replica."""
-        return in_step.stack(self.placement, self._own(value) if isinstance(value, PerReplica) else self.read(value))
+        return in_step.stack(self.placement, self.own(value) if isinstance(value, PerReplica) else self.read(value))
 
-    def _own(self, value: PerReplica) -> Any:
+    def own(self, value: PerReplica) -> Any:
         """This replica's component. What was laid out on the host before becomes part of the program."""
         if value.form == TRACED:
             return value.data
+        host.check_replicas("strategy.run(step)", self.placement, value)
+        if value.mask is not None or len(self.placement.local_replicas) < self.placement.replicas:
+            raise _errors.captured_per_replica(value)
         if value.form == PARTS:
             parts = [part if isinstance(part, Tracer) else np.asarray(part) for part in value.data]
             if len({(part.shape, part.dtype) for part in parts}) > 1 or parts[0].dtype.kind in "OSU":
                 raise _errors.ragged_argument("", value)
             whole = jnp.stack(parts)
         else:
-            whole = np.asarray(value.data)
+            whole = value.data if isinstance(value.data, Tracer) else np.asarray(value.data)
             if value.form == ROWS:
                 whole = whole.reshape(self.placement.replicas, -1, *whole.shape[1:])
         return jnp.asarray(whole)[self.replica_id()]
@@ -237,7 +240,7 @@ class TracedLedger:
 
     def update(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Any]:
         """What an update function returned for each component; a traced one is the same program for all of them."""
-        inputs = jax.tree.leaves((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, PerReplica))
+        inputs = jax.tree.leaves((args, kwargs), is_leaf=is_per_replica)
         differs = any(isinstance(leaf, PerReplica) or getattr(leaf, "on_read", False) for leaf in inputs)
         args, kwargs = self.to_replica((args, kwargs))
         with _context.push(Mode(self.strategy, Kind.UPDATE, self)):
@@ -248,13 +251,15 @@ class TracedLedger:
         """A replica's values as cross-replica code sees them: whether an array differs is not known while tracing."""
         if self.placement.replicas == 1:
             return tree
-        return jax.tree.map(lambda leaf: PerReplica(leaf, TRACED) if isinstance(leaf, jax.Array) else leaf, tree)
+        return jax.tree.map(
+            lambda leaf: PerReplica(leaf, TRACED) if isinstance(leaf, jax.Array) else leaf, tree, is_leaf=is_per_replica
+        )
 
     def to_replica(self, tree: PyTree) -> PyTree:
         return jax.tree.map(
-            lambda leaf: self._own(leaf) if isinstance(leaf, PerReplica) else leaf,
+            lambda leaf: self.own(leaf) if isinstance(leaf, PerReplica) else leaf,
             tree,
-            is_leaf=lambda leaf: isinstance(leaf, PerReplica),
+            is_leaf=is_per_replica,
         )
 
     def belongs_to(self, strategy: Strategy) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from replicax import _context
-from replicax._errors import ContextError, InputError, message
+from replicax._errors import ContextError, InputError, NotACountError, message
 from replicax._validity import valid_counts
 
 
@@ -69,7 +69,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
         raise _no_rows(call, losses)
     valid, total = valid_and_total(losses, call) if losses.ndim else (None, None)
     if sample_weight is not None:
-        losses = losses * _along_rows(jnp.asarray(sample_weight, losses.dtype), losses)
+        losses = losses * weights_along(call, "sample_weight", jnp.asarray(sample_weight, losses.dtype), losses.shape)
     if valid is not None:
         losses = _only(losses, valid)
     if global_batch_size is None:
@@ -107,6 +107,14 @@ def valid_and_total(values: jax.Array, call: str) -> tuple[jax.Array | None, Any
     return None, None
 
 
+def weights_along(call: str, name: str, weights: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`weights`, one for each row or each value of an array of this shape, so shaped that the two can be multiplied."""
+    fits = weights.ndim <= len(shape) and all(n in (1, m) for n, m in zip(weights.shape, shape, strict=False))
+    if not fits:
+        raise _other_weights(call, name, weights.shape, shape)
+    return weights.reshape(weights.shape + (1,) * (len(shape) - weights.ndim))
+
+
 def _only(values: jax.Array, valid: jax.Array) -> jax.Array:
     return jnp.where(_along_rows(valid, values), values, 0)
 
@@ -126,7 +134,7 @@ def _batch_size(size: Any) -> Any:
     array = size if hasattr(size, "dtype") else np.asarray(size)
     whole = array.ndim == 0 and jnp.issubdtype(array.dtype, jnp.integer)
     if not whole or not isinstance(size, Tracer) and operator.index(size) < 0:
-        raise InputError(
+        raise NotACountError(
             message(
                 f"`rx.compute_average_loss(..., global_batch_size={size!r})` does not count rows",
                 why="It is what the summed losses are divided by: the rows of the whole batch, one integer.",
@@ -168,5 +176,16 @@ def _other_rows(call: str, values: jax.Array) -> InputError:
                 "keep the rows of the batch along axis 0: `x.reshape(rows, -1)`, not `x.reshape(-1)`",
                 "leave padding out yourself: `mask = rx.valid_rows()`",
             ],
+        )
+    )
+
+
+def _other_weights(call: str, name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> InputError:
+    return InputError(
+        message(
+            f"`{call}` got `{name}` of a shape that does not fit the values",
+            [f"{name:<13}  {list(found)}", f"{'values':<13}  {list(shape)}"],
+            "They say of each row, or of each value, how much it counts.",
+            [f"give one number for each row: `{name}.reshape(-1)`", "give as many as there are values, in their shape"],
         )
     )

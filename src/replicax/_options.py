@@ -174,9 +174,9 @@ class RunOptions:
         object.__setattr__(self, "donate", tuple(dict.fromkeys(donate)))
 
 
-def is_count(x: Any, least: int = 1) -> bool:
-    """Whether `x` is a whole number, `least` or more. Python takes True for one; nobody counts with it."""
+def is_count(x: Any, at_least: int = 1) -> bool:
+    """Whether `x` is a whole number, `at_least` or more. Python takes True for one; nobody counts with it."""
     try:
-        return not isinstance(x, bool) and operator.index(x) >= least
+        return not isinstance(x, bool) and operator.index(x) >= at_least
     except TypeError:
         return False

@@ -18,7 +18,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.tree_util import register_dataclass
 
-from replicax import _errors
+from replicax import _context, _errors
 from replicax._placement import AXIS, Placement
 
 PyTree = Any
@@ -80,7 +80,10 @@ class PerReplica(DistributedValues):
         return f"PerReplica:{{\n{lines}\n}}"
 
     def __jax_array__(self) -> Any:
-        raise _errors.per_replica_as_array(self)
+        mode = _context.current()
+        if mode is None or mode.ledger is None or mode.replica is None:
+            raise _errors.per_replica_as_array(self)
+        return mode.ledger.own(self)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         raise _errors.per_replica_as_array(self)
@@ -97,13 +100,25 @@ def components(value: PerReplica) -> tuple[Any, ...]:
     """This process's components of a host value; padding rows are left out."""
     if value.form == PARTS:
         return tuple(value.data)
+    if isinstance(value.data, jax.ShapeDtypeStruct):
+        return _specs(value)
     blocks = _blocks(value.data)
-    if value.form == STACKED:
-        return tuple(block.reshape(block.shape[1:]) for block in blocks)
+    stacked = value.form == STACKED
     if value.mask is None:
-        return tuple(blocks)
+        return tuple(block.reshape(block.shape[1:]) for block in blocks) if stacked else tuple(blocks)
     counts = [int(np.asarray(block)[0, 0]) for block in _blocks(value.mask)]
-    return tuple(block[:count] for block, count in zip(blocks, counts, strict=True))
+    return tuple(block[0 if stacked and count else slice(count)] for block, count in zip(blocks, counts, strict=True))
+
+
+def _specs(value: PerReplica) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What each component of a described value would be, padding included."""
+    sharding = value.data.sharding
+    assert isinstance(sharding, NamedSharding)
+    replicas = sharding.mesh.shape[AXIS]
+    here = replicas * len(sharding.addressable_devices) // sharding.mesh.size
+    rows, *rest = value.data.shape
+    shape = tuple(rest) if value.form == STACKED else (rows // replicas, *rest)
+    return (jax.ShapeDtypeStruct(shape, value.data.dtype),) * here
 
 
 def _blocks(array: jax.Array) -> list[jax.Array]:
@@ -173,6 +188,21 @@ def select_replica(index: int, tree: PyTree) -> PyTree:
     return jax.tree.map(
         lambda leaf: leaf.values[index] if isinstance(leaf, PerReplica) else leaf, tree, is_leaf=is_leaf
     )
+
+
+def of_first(tree: PyTree) -> PyTree:
+    """The structure with the first replica's component in place of each value per replica; in a run all get it."""
+
+    def first(leaf: Any) -> Any:
+        if not isinstance(leaf, PerReplica):
+            return leaf
+        if leaf.form != TRACED:
+            return leaf.values[0]
+        mode = _context.current()
+        assert mode is not None and mode.ledger is not None, "a traced value lives in a run"
+        return mode.ledger.first(leaf.data)
+
+    return jax.tree.map(first, tree, is_leaf=is_leaf)
 
 
 def is_leaf(x: Any) -> bool:

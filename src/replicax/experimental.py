@@ -15,6 +15,9 @@ from replicax._strategy.tpu import TPUStrategy as TPUStrategy
 from replicax._strategy.tpu import initialize_tpu_system as initialize_tpu_system
 from replicax._strategy.tpu import shutdown_tpu_system as shutdown_tpu_system
 from replicax._values import ValueContext as ValueContext
+from replicax.cluster import DeviceAssignment as DeviceAssignment
+from replicax.cluster import DeviceOrderMode as DeviceOrderMode
+from replicax.cluster import Topology as Topology
 
 __all__ = [
     "CentralStorageStrategy",
@@ -22,12 +25,15 @@ __all__ = [
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
+    "DeviceAssignment",
+    "DeviceOrderMode",
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
     "PreemptionCheckpointHandler",
     "PreemptionWatcher",
     "TPUStrategy",
     "TerminationConfig",
+    "Topology",
     "ValueContext",
     "initialize_tpu_system",
     "shutdown_tpu_system",

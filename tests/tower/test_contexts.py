@@ -104,6 +104,23 @@ def test_a_scope_can_be_entered_again_and_again(distribution):
     assert result == "in the scope"
 
 
+def test_one_scope_serves_several_blocks(distribution):
+    for front in (distribution, tower.get_distribution_strategy()):
+        scope = front.scope()
+        for _ in range(2):
+            with scope as entered:
+                assert entered is tower.get_cross_tower_context() is front
+
+
+def test_a_strategy_is_put_in_force_without_a_block(distribution, other):
+    for front in (distribution, other, distribution):
+        rx.experimental_set_strategy(front)
+        assert tower.get_distribution_strategy() is front
+    rx.experimental_set_strategy(None)
+
+    assert not tower.has_distribution_strategy()
+
+
 def test_scopes_of_two_strategies_do_not_mix(distribution, other):
     with distribution.scope(), pytest.raises(RuntimeError, match="Mixing"), other.scope():
         pass

@@ -93,6 +93,21 @@ def test_what_cannot_be_reduced_is_refused(ops, call):
         call(ops)
 
 
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda: tower.AllReduceCrossTowerOps(None), "all_reduce_alg=None"),
+        (lambda: tower.AllReduceCrossTowerOps(num_packs=1.5), "num_packs=1.5"),
+        (lambda: tower.AllReduceCrossTowerOps(agg_small_grads_max_bytes="1"), "agg_small_grads_max_bytes='1'"),
+        (lambda: tower.ReductionToOneDeviceCrossTowerOps(accumulation_fn="add_n"), "accumulation_fn='add_n'"),
+    ],
+    ids=["algorithm", "packs", "bytes", "accumulation"],
+)
+def test_arguments_that_make_no_sense_are_named(make, word):
+    with pytest.raises((ValueError, TypeError), match=word):
+        make()
+
+
 def test_what_map_returned_counts_by_item(ops):
     mapped = tower.PerDevice((tower.MapOutput([1.0, 2.0]), tower.MapOutput([6.0])))
 

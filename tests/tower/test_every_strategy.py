@@ -190,7 +190,7 @@ def test_starting_copying_and_ending(distribution):
     assert distribution.configure(session_config=config) is None
     assert distribution.initialize() is None and distribution.finalize() is None
     assert distribution.experimental_initialize() == distribution.experimental_finalize() == []
-    assert distribution.update_config_proto(config) == config
+    assert distribution.update_config_proto(config) == config, "it was given what the strategy needs"
     assert distribution.update_config_proto(config) is not config
     assert type(twin) is type(distribution) and twin.worker_devices == distribution.worker_devices
     with twin.scope():

@@ -131,6 +131,7 @@ def test_outputs_of_the_last_of_several_steps(distribution):
 
         losses = distribution.call_for_each_tower(tower_fn, x)
         context.set_last_step_output("across", losses, aggregation="mean")
+        context.set_last_step_output("first", losses, tower.VariableAggregation.ONLY_FIRST_TOWER)
         context.set_last_step_output("per_tower", losses)
 
     with distribution.scope():
@@ -140,6 +141,7 @@ def test_outputs_of_the_last_of_several_steps(distribution):
         assert isinstance(context, tower.MultiStepContext) and context.run_op is None
         assert float(context.last_step_outputs["in_tower"]) == float(context.last_step_outputs["across"]) == 2.5
         assert [float(x) for x in distribution.unwrap(context.last_step_outputs["per_tower"])] == [2.0, 3.0]
+        assert float(context.last_step_outputs["first"]) == 2.0
         assert context.non_tensor_outputs == {"foo": ["bar"]}
 
 

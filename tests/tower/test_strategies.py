@@ -1,12 +1,14 @@
 """Making the strategies of 2018, and what each answers about itself."""
 
 import copy
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import replicax as rx
+from replicax.cluster_resolver import TPUClusterResolver
 from replicax.compat import tower
 
 D0, D1 = jax.devices()[:2]
@@ -92,7 +94,7 @@ def test_the_default_strategy_answers_nothing_about_places():
 def test_the_base_class_places_nothing():
     base = tower.DistributionStrategy()
 
-    for use in (lambda: base.num_towers, base.scope().__enter__, lambda: base.reduce("sum", 1.0)):
+    for use in (lambda: base.num_towers, base.scope, lambda: base.reduce("sum", 1.0)):
         with pytest.raises(rx.NotAvailableError, match="MirroredStrategy"):
             use()
 
@@ -164,6 +166,9 @@ def test_a_tpu_strategy_takes_lists_of_the_towers_values():
         assert distribution.reduce("only_first_tower", [1.0, 2.0], "cpu:0") == 1.0
         assert distribution.reduce("sum", tower.PerDevice((1.0, 2.0))) == 3.0
         assert distribution.batch_reduce("mean", [([1.0, 2.0], "cpu:0"), ([3.0, 5.0], v)]) == [1.5, 4.0]
+        for pair in ([[1.0, 2.0], "cpu:0"], ([1.0, 2.0],)):
+            with pytest.raises(ValueError, match="should be a tuple"):
+                distribution.batch_reduce("mean", [pair])
 
 
 def test_a_deep_copy_of_a_tpu_strategy_is_whole():
@@ -212,16 +217,57 @@ def test_a_negative_number_of_gpus_is_refused():
     for make in (tower.CollectiveAllReduceStrategy, tower.ParameterServerStrategy):
         with pytest.raises(ValueError, match="num_gpus=-1"):
             make(-1)
+    with pytest.raises(ValueError, match="num_gpus='2'"):
+        tower.MirroredStrategy(num_gpus="2")
 
 
 def test_starting_and_ending_do_nothing():
     distribution = tower.MirroredStrategy([D0, D1])
-    config = {"a": [1]}
 
     assert distribution.initialize() is None and distribution.finalize() is None
     assert distribution.experimental_initialize() == distribution.experimental_finalize() == []
-    assert distribution.update_config_proto(config) == config
-    assert distribution.update_config_proto(config)["a"] is not config["a"], "a copy"
+
+
+class ConfigProto:
+    """A configuration that is no mapping."""
+
+    isolate_session_state = False
+    cluster_def = None
+
+
+def one_host():
+    """A slice of one host with an address, where this process runs."""
+    resolver = TPUClusterResolver("10.0.0.1:8470", job_name="tpu_worker")
+    return tower.TPUStrategy(resolver, steps_per_run=1)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (lambda: tower.MirroredStrategy([D0, D1]), ["isolate_session_state"]),
+        (tower.ParameterServerStrategy, ["isolate_session_state"]),
+        (one_host, ["isolate_session_state", "cluster_def"]),
+        (lambda: tower.OneDeviceStrategy(D0), []),
+        (tower.CollectiveAllReduceStrategy, []),
+    ],
+    ids=["mirrored", "parameter-server", "tpu", "one-device", "collective"],
+)
+def test_the_configuration_of_a_session_is_passed_on_with_what_the_strategy_needs(make, settings):
+    distribution = make()
+    config, proto = {"a": [1]}, ConfigProto()
+
+    for given in (config, MappingProxyType(config)):
+        updated = distribution.update_config_proto(given)
+        assert list(updated) == ["a", *settings] and updated["a"] == [1] and updated["a"] is not config["a"]
+        assert config == {"a": [1]}, "a copy was changed"
+    assert distribution.update_config_proto(proto).isolate_session_state == bool(settings)
+    assert not proto.isolate_session_state
+    assert list(distribution.update_config_proto(None)) == settings
+    distribution.configure(config)
+    assert list(config) == ["a", *settings]
+    for wrong in (5, "allow_soft_placement", [1]):
+        with pytest.raises(TypeError, match="configured by a mapping"):
+            distribution.update_config_proto(wrong)
 
 
 def test_a_deep_copy_is_a_strategy_of_its_own():

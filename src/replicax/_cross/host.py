@@ -46,6 +46,9 @@ def reduce(
             results[i] = reduce_plain(op, value, axis, placement.replicas)
         elif check_replicas("strategy.reduce(...)", placement, value).form == PARTS:
             results[i] = _reduce_parts(ops, placement, op, value, axis, options)
+        elif value.mask is not None and value.form == STACKED:  # single examples, of which some replicas have none
+            rows = PerReplica(value.data, ROWS, value.mask)
+            (results[i],) = reduce_laid_out(ops, placement, op, [rows], (0,), options)
         elif value.mask is not None and _covers_rows(axis, value):
             (results[i],) = reduce_laid_out(ops, placement, op, [value], axis, options)
         else:

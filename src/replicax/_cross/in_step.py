@@ -53,7 +53,7 @@ class Ops(Protocol):
 
 def all_reduce(ops: Ops, placement: Placement, op: ReduceOp, value: PyTree, options: CommunicationOptions) -> PyTree:
     """`value` combined over the replicas, leaf by leaf, all leaves in one exchange."""
-    leaves, tree = jax.tree.flatten(value, is_leaf=is_slices)
+    leaves, tree = jax.tree.flatten(value, is_leaf=is_one)
     dense = [i for i, leaf in enumerate(leaves) if not is_slices(leaf)]
     results: list[Any] = [_reduce_slices(op, leaf, placement) if is_slices(leaf) else None for leaf in leaves]
     if dense:
@@ -65,7 +65,7 @@ def all_reduce(ops: Ops, placement: Placement, op: ReduceOp, value: PyTree, opti
 
 def first(placement: Placement, value: PyTree) -> PyTree:
     """Replica 0's `value`, on every replica."""
-    leaves, tree = jax.tree.flatten(value)
+    leaves, tree = jax.tree.flatten(value, is_leaf=is_one)
     if not leaves:
         return value
     keys = {i: jax.random.key_impl(leaf) for i, leaf in enumerate(leaves) if dtypes.is_key(leaf)}
@@ -82,7 +82,12 @@ def all_gather(placement: Placement, value: PyTree, axis: int) -> PyTree:
         array, along = gatherable(leaf, axis)
         return _gatherer(placement, along)(array)
 
-    return jax.tree.map(gather, value, is_leaf=is_slices)
+    return jax.tree.map(gather, value, is_leaf=is_one)
+
+
+def is_one(x: Any) -> bool:
+    """Whether `x` is one value to a reduction or a gather: slices, and a value per replica, of which this replica's."""
+    return is_slices(x) or isinstance(x, PerReplica)
 
 
 def gatherable(leaf: Any, axis: Any) -> tuple[jax.Array, int]:

@@ -219,6 +219,8 @@ class ReductionToOneDevice(CrossDeviceOps):
         reduce_to_device: jax.Device | str | None = None,
         accumulation_fn: Callable[[list[jax.Array]], jax.Array] | None = None,
     ) -> None:
+        if accumulation_fn is not None and not callable(accumulation_fn):
+            raise _errors.not_an_accumulation(accumulation_fn)
         self._device = None if reduce_to_device is None else devices_of(reduce_to_device)[0]
         self._accumulate = accumulation_fn
         self._algorithm = OneDeviceAlgorithm(accumulation_fn)

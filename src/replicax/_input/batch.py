@@ -171,6 +171,9 @@ def _too_large(rows: np.ndarray, dtype: np.dtype) -> InputError:
     )
 
 
+LEAVES_LISTED = 6
+
+
 def _rows_of(leaf: Any) -> str:
     return f"{leaf.shape[0]} row{'s' * (leaf.shape[0] != 1)}" if leaf.ndim else "no rows: it is a scalar"
 
@@ -178,16 +181,25 @@ def _rows_of(leaf: Any) -> str:
 def _no_common_rows(batch: Batch, name: str, replicas: int) -> InputError:
     numbered = jax.tree.unflatten(batch.structure, range(len(batch.leaves)))
     leaves = [(jax.tree_util.keystr(path), batch.leaves[i]) for path, i in jax.tree.leaves_with_path(numbered)]
+    listed = [f"batch{path}  {describe(leaf)}  {_rows_of(leaf)}" for path, leaf in leaves[:LEAVES_LISTED]]
+    if len(leaves) > LEAVES_LISTED:
+        listed.append(f"... and {len(leaves) - LEAVES_LISTED} more leaves")
+    what = "it has no rows" if batch.rows == 0 else "its leaves have no rows in common"
+    instead = [
+        "batch single examples first: call `batch(global_batch_size)` on the dataset, or `np.stack` them",
+        "cut batches out of whole arrays: `rx.data.from_arrays(tree, batch_size=...)`",
+        "give a constant to the step by itself: `strategy.run(step, args=(batch, constant))`",
+    ]
+    if batch.rows == 0:
+        instead = ["leave empty batches out: `(batch for batch in batches if len(batch))`"]
+    elif len(leaves) > 1 and not any(leaf.ndim for _, leaf in leaves):
+        instead[:0] = ["turn lists of numbers into arrays: `np.asarray(batch)`. A list is a tree of its entries"]
     return InputError(
         message(
-            f"{name} cannot be divided over {replicas} replicas: its leaves have no rows in common",
-            [f"batch{path}  {describe(leaf)}  {_rows_of(leaf)}" for path, leaf in leaves] or ["batch  has no leaves"],
+            f"{name} cannot be divided over {replicas} replicas: {what}",
+            listed or ["batch  has no leaves"],
             "A global batch is a tree of arrays with the examples along axis 0 of every leaf. Each replica gets some "
             "of the examples, so every leaf needs as many of them, and at least one.",
-            [
-                "batch single examples first: call `batch(global_batch_size)` on the dataset, or `np.stack` them",
-                "cut batches out of whole arrays: `rx.data.from_arrays(tree, batch_size=...)`",
-                "give a constant to the step by itself: `strategy.run(step, args=(batch, constant))`",
-            ],
+            instead,
         )
     )

@@ -132,7 +132,7 @@ class DistributedIterator:
         self._state = steps.get_state()
         self._reading: Reading | None = None
         self._peeked: tuple[PyTree, State] | None = None
-        self.ended = False
+        self._closed = self.ended = False
 
     def __iter__(self) -> DistributedIterator:
         return self
@@ -157,7 +157,7 @@ class DistributedIterator:
 
     def initialize(self) -> None:
         """Starts again from the beginning."""
-        self.close()
+        self._stop_reading()
         self._begin(self._open_steps())
 
     @property
@@ -188,19 +188,28 @@ class DistributedIterator:
 
     def set_state(self, state: State) -> None:
         """Goes to the place that `get_state` gave; an empty state is the beginning."""
-        self.close()
+        self._stop_reading()
         self._steps.set_state(state)
         self._begin(self._steps)
 
     def close(self) -> None:
-        """Ends the thread that reads ahead, if there is one. Happens by itself at the end of the data."""
+        """Ends this pass, and the thread that reads ahead, if there is one. Happens by itself at the end of the data.
+
+        Its place remains known. `initialize` and `set_state` begin again.
+        """
+        self._closed = True
+        self._stop_reading()
+
+    def _stop_reading(self) -> None:
         if self._reading is not None:
             self._reading.close()
 
     def _next(self) -> tuple[PyTree, State] | None:
-        if self._peeked is not None:
+        if self._peeked is not None and not self._closed:
             element, self._peeked = self._peeked, None
             return element
+        if self.ended or self._closed:  # a source may start again after its end; a pass may not
+            return None
         if self._reading is None:
             self._reading = Reading(self._steps, self._depths)
         element = self._reading.take()
@@ -217,6 +226,9 @@ class Optional:
     def has_value(self) -> bool:
         """Whether there is an element."""
         return bool(self._elements)
+
+    def __repr__(self) -> str:
+        return f"Optional({self._elements[0]!r})" if self._elements else "Optional(no value)"
 
     def get_value(self) -> PyTree:
         """The element; `rx.OutOfRangeError` if there is none."""

@@ -70,7 +70,7 @@ class Feed:
     def mask(self, split: Split, short_ahead: bool = False) -> jax.Array:
         """The validity mask of a split, on the devices. A full batch has the same one every time."""
         mask = self._masks.get((split, short_ahead))
-        if mask is None or mask.is_deleted():  # a step that donates its batch takes the mask with it
+        if mask is None or mask.is_deleted():  # a user may delete a batch that he has done with
             if len(self._masks) >= MASKS_KEPT:
                 self._masks.clear()
             columns = np.insert(split.mask(), 2, short_ahead, axis=1)

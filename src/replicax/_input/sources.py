@@ -129,7 +129,7 @@ def as_source(dataset: Any, call: str = "strategy.distribute_dataset(dataset)") 
         raise _bare_data(call, "a dict", [f"dataset[{key!r}]  {_kind(value)}" for key, value in dataset.items()])
     if isinstance(dataset, (str, bytes)):
         raise _not_iterable(call, dataset)
-    if isinstance(dataset, Sequence):
+    if isinstance(dataset, Sequence) or _is_numbered(dataset):
         return _from_sequence(dataset)
     if isinstance(dataset, Iterator):
         return _from_iterator(dataset)
@@ -144,12 +144,21 @@ def _reopened(iterable: Any) -> Callable[[int], Iterator[Any]]:
     return lambda skip: itertools.islice(iter(iterable), skip, None) if skip else iter(iterable)
 
 
+def _is_numbered(dataset: Any) -> bool:
+    """Whether batches are asked for by number, up to a length, as of torch's map-style datasets. Such a class need not
+    refuse a number beyond the end: one that cuts slices out of arrays gives empty batches for ever."""
+    try:
+        return not hasattr(dataset, "__iter__") and hasattr(dataset, "__getitem__") and len(dataset) >= 0
+    except (TypeError, NotImplementedError):  # it has no length, and maybe no end
+        return False
+
+
 def _from_sequence(batches: Sequence[Any]) -> Source:
-    """A list or tuple: all sizes can be seen at once."""
+    """Batches with numbers. Of a list or tuple all sizes can be seen at once."""
     sizes = [batch_of(batch).rows or 0 for batch in batches] if isinstance(batches, (list, tuple)) else []
     return Source(
         f"a {type(batches).__name__} of {len(batches)} batches",
-        lambda skip: itertools.islice(batches, skip, None),
+        lambda skip: map(batches.__getitem__, range(skip, len(batches))),
         length=len(batches),
         batch_size=max(sizes, default=0) or None,
         even=len(set(sizes)) == 1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -203,7 +204,7 @@ class Kind:
 
 def _place(state: State, key: str) -> State:
     """`state`, if it says in `key` where to go, or is empty: the beginning."""
-    if not state or isinstance(state, Mapping) and key in state:
+    if not state or isinstance(state, Mapping) and key in state and _says_where(state[key]):
         return state or {}
     raise InputError(
         message(
@@ -217,6 +218,13 @@ def _place(state: State, key: str) -> State:
             ],
         )
     )
+
+
+def _says_where(place: Any) -> bool:
+    """A number of batches, or the place of each of several pipelines."""
+    if isinstance(place, (list, tuple)):
+        return all(isinstance(each, Mapping) and _says_where(each.get("batch")) for each in place)
+    return hasattr(place, "__index__") and operator.index(place) >= 0
 
 
 def _size(batch: Batch | None) -> int:

@@ -33,7 +33,6 @@ from jax import lax
 from replicax import _context, _errors, _jax
 from replicax._context import Kind, Mode, ReplicaContext
 from replicax._cross import host, in_step
-from replicax._cross.slices import is_slices
 from replicax._host import dispatch_lock
 from replicax._locality import call_site, differs, origin_of
 from replicax._options import CommunicationOptions, ReduceOp, RunOptions, VariableAggregation
@@ -215,6 +214,13 @@ class EagerLedger:
             return leaf
         return self.trace.enter(leaf) if state is None else self.trace.enter(leaf, state)
 
+    def own(self, value: PerReplica) -> Any:
+        """This replica's component of a value that the step did not get as an argument."""
+        if value.mask is not None:
+            raise _errors.captured_per_replica(value)
+        part = _component(value, self, "captured")
+        return part if isinstance(part, EagerArray) else self.trace.enter(jnp.asarray(part), differs("it was captured"))
+
     # -- variables
 
     def read(self, variable: Variable) -> Any:
@@ -294,7 +300,7 @@ class EagerLedger:
             return in_step.first(self.run.placement, value)
 
     def all_gather(self, value: PyTree, axis: int, options: CommunicationOptions | None) -> PyTree:
-        return jax.tree.map(functools.partial(self._gather, axis=axis), value, is_leaf=is_slices)
+        return jax.tree.map(functools.partial(self._gather, axis=axis), value, is_leaf=in_step.is_one)
 
     def _gather(self, leaf: Any, axis: int) -> Any:
         array, axis = in_step.gatherable(leaf, axis)

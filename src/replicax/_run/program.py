@@ -7,7 +7,8 @@ shapes apart; Python is asked again only for a call of a kind that was never see
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -179,13 +180,13 @@ class Program:
             return (), args
         if not all(0 <= i < len(args) for i in self.donate):
             raise _errors.donated_position(self.donate, len(args))
-        donated = tuple(args[i] for i in self.donate)
-        return donated, tuple(None if i in self.donate else arg for i, arg in enumerate(args))
+        donated = tuple(_with_masks(args[i], itertools.repeat(None)) for i in self.donate)
+        return donated, tuple(_masks(arg) if i in self.donate else arg for i, arg in enumerate(args))
 
     def _join_donated(self, donated: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
         joined = list(args)
         for i, arg in zip(self.donate, donated, strict=True):
-            joined[i] = arg
+            joined[i] = _with_masks(arg, iter(joined[i]))
         return tuple(joined)
 
     def _placed(self, args: PyTree, kwargs: PyTree, error: Exception) -> tuple[Any, Any]:
@@ -350,6 +351,20 @@ class Program:
     def _apart(self, array: Any) -> Any:
         """Gives each device of a replica the replica's whole block of a per-replica value."""
         return lax.with_sharding_constraint(array, self.placement.split) if self.placement.auto_axes else array
+
+
+def _masks(tree: PyTree) -> list[Any]:
+    """The validity masks of an argument. All leaves of a batch share one, so it is not donated with them."""
+    return [leaf.mask for leaf in jax.tree.leaves(tree, is_leaf=arguments.is_special) if isinstance(leaf, PerReplica)]
+
+
+def _with_masks(tree: PyTree, masks: Iterator[Any]) -> PyTree:
+    """An argument with these masks in place of its own."""
+
+    def one(leaf: Any) -> Any:
+        return PerReplica(leaf.data, leaf.form, next(masks)) if isinstance(leaf, PerReplica) else leaf
+
+    return jax.tree.map(one, tree, is_leaf=arguments.is_special)
 
 
 def _delete(donated: Any) -> None:

@@ -21,7 +21,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from replicax._placement import AXIS, Placement
 from replicax._run import arguments, emit, trace
 from replicax._run.program import Program
 from replicax._run.trace import Step
-from replicax._values import PARTS, PerReplica
+from replicax._values import PARTS, PerReplica, of_first
 
 if TYPE_CHECKING:
     from replicax._strategy.base import Strategy
@@ -92,20 +92,20 @@ class MultiStepContext:
         """Makes `output` known as ``last_step_outputs[name]``.
 
         Across replicas it may stay a value per replica. Inside a replica, where all replicas call this, `reduce_op`
-        says how their values become one. `aggregation` is its name in 2018.
+        says how their values become one. `aggregation` is its name in 2018; it may also be ONLY_FIRST_TOWER.
         """
         op = _parse(reduce_op if reduce_op is not None else aggregation)
         mode = _context.current()
         replica = _context.get_replica_context() if mode is None or mode.replica is not None else None
         if replica is None:
             strategy = _context.get_strategy()
-            self._outputs[name] = output if op is None else strategy.reduce(op, output)
+            self._outputs[name] = output if op is None else _combined(strategy, op, output)
             return
         if op is None:
             raise _unreduced(name)
 
         def merge(strategy: Strategy, output: PyTree) -> None:
-            self._outputs[name] = strategy.reduce(op, output)
+            self._outputs[name] = _combined(strategy, op, output)
 
         replica.merge_call(merge, (jax.tree.map(jnp.asarray, output),))
 
@@ -130,6 +130,24 @@ class MultiStepContext:
         if not isinstance(outputs, dict):
             raise ValueError(f"Need a dictionary to set last_step_outputs, got {type(outputs).__name__}.")
         self._outputs = outputs
+
+
+_Combining = ReduceOp | Literal[VariableAggregation.ONLY_FIRST_REPLICA]
+
+
+def _parse(word: Any) -> _Combining | None:
+    """How replicas' outputs become one; None if they should not."""
+    if isinstance(word, str) and word.upper() not in ReduceOp.__members__:
+        word = VariableAggregation.__members__.get(word.upper(), word)
+    if word is None or word is VariableAggregation.NONE:
+        return None
+    if word is VariableAggregation.ONLY_FIRST_REPLICA:
+        return word
+    return ReduceOp.from_variable_aggregation(word) if isinstance(word, VariableAggregation) else ReduceOp.parse(word)
+
+
+def _combined(strategy: Strategy, how: _Combining, output: PyTree) -> PyTree:
+    return strategy.reduce(how, output) if isinstance(how, ReduceOp) else of_first(output)
 
 
 def run_steps(
@@ -350,14 +368,6 @@ def _take(placement: Placement, read: Callable[[], Any], steps: int) -> tuple[tu
 
 
 # -- errors
-
-
-def _parse(word: Any) -> ReduceOp | None:
-    if isinstance(word, str) and word.upper() == "NONE":
-        return None
-    if isinstance(word, VariableAggregation):
-        return None if word is VariableAggregation.NONE else ReduceOp.from_variable_aggregation(word)
-    return None if word is None else ReduceOp.parse(word)
 
 
 def _unreduced(name: str) -> UnreducedOutputError:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Self
 
 import jax
 from jax.core import Tracer
@@ -25,7 +26,7 @@ from replicax._options import CommunicationOptions, ReduceOp, RunOptions
 from replicax._placement import Placement
 from replicax._run import steps as _steps
 from replicax._run.cache import Programs
-from replicax._strategy import layout
+from replicax._strategy import layout, sessions
 from replicax._strategy.describe import Description, describe
 from replicax._strategy.extended import StrategyExtended
 from replicax._strategy.layout import LayoutPolicy
@@ -74,6 +75,9 @@ class Strategy:
     between_graph: bool = False
     """Whether every process runs the program for itself and meets the others in variables or reductions."""
 
+    session_settings: Mapping[str, Any] = {}
+    """What programs of 2018 wanted in a session's configuration; nothing here reads it."""
+
     def place_variable(self, variable: Variable, colocate_with: Any) -> Placement:
         """Where a new variable belongs."""
         return placed_beside(self.placement, colocate_with)
@@ -96,7 +100,7 @@ class Strategy:
 
     # -- contexts
 
-    def scope(self) -> Scope:
+    def scope(self) -> Scope[Self]:
         """Puts this strategy in force: variables made inside belong to it.
 
         >>> import replicax as rx
@@ -106,7 +110,7 @@ class Strategy:
         >>> w.distribute_strategy is strategy
         True
         """
-        return Scope(self)
+        return Scope(self, self)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -169,6 +173,11 @@ class Strategy:
     def experimental_run_v2(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """The former name of `run`."""
         return self.run(fn, args, kwargs)
+
+    def experimental_run(self, fn: Callable[..., Any], input_iterator: Any = None) -> Any:
+        """As `run`, in the strategy's scope, on the next element of `input_iterator`, which is one argument of `fn`."""
+        with self.scope():
+            return self.run(fn, () if input_iterator is None else (input_iterator.get_next(),))
 
     def run_steps(
         self,
@@ -375,7 +384,8 @@ class Strategy:
 
     def _components(self, leaf: Any) -> Sequence[Any]:
         """One entry per replica of this process: its own component, its copy of a mirrored array, or what all share."""
-        if isinstance(leaf, PerReplica) and leaf.form == TRACED:
+        mode = _context.current()
+        if isinstance(leaf, PerReplica) and (leaf.form == TRACED or _is_across_in_run(mode)):
             mode = _context.require_cross(self, "strategy.experimental_local_results(...)")
             assert mode is not None and mode.ledger is not None
             return mode.ledger.components(leaf)
@@ -401,6 +411,20 @@ class Strategy:
         if replicas == 1:
             return made[0]
         return _values.regroup(made, lambda parts: _values.lay_out(self.placement, parts), always_wrap=True)
+
+    # -- names of 2019 that are found elsewhere now, or have nothing left to do
+
+    def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
+        """The former place of ``extended.colocate_vars_with``."""
+        return self.extended.colocate_vars_with(colocate_with_variable)
+
+    def configure(self, session_config: Any = None) -> None:
+        """Puts into a session's configuration, any mapping, what `update_config_proto` says."""
+        sessions.settle(session_config, self.session_settings)
+
+    def update_config_proto(self, config_proto: Any) -> Any:
+        """A copy of a session's configuration with what this strategy wants in it. Nothing here reads it."""
+        return sessions.updated(config_proto, self.session_settings)
 
     # -- looking at it
 
@@ -441,6 +465,10 @@ class Strategy:
 
 def _is_per_replica(x: Any) -> bool:
     return isinstance(x, PerReplica)
+
+
+def _is_across_in_run(mode: Mode | None) -> bool:
+    return mode is not None and mode.ledger is not None and mode.replica is None
 
 
 def _is_value(x: Any) -> bool:

@@ -12,6 +12,7 @@ from replicax import _errors
 from replicax._cross.ops import CrossDeviceOps
 from replicax._devices import accelerators_or_one_cpu, resolve, resolve_all
 from replicax._placement import Placement, place
+from replicax._strategy import sessions
 from replicax._strategy.base import Strategy
 from replicax._variables.variable import Variable
 
@@ -56,6 +57,7 @@ class CentralStorageStrategy(Strategy):
         super().__init__(place(chosen, home), eager=eager, cross_device_ops=cross_device_ops)
 
     between_graph = True
+    session_settings = sessions.ISOLATED
 
     def place_variable(self, variable: Variable, colocate_with: Any) -> Placement:
         """An on-read variable has a component for each replica, which lies where the replica does."""

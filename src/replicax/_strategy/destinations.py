@@ -43,7 +43,7 @@ def batch_reduce_to(
 ) -> list[PyTree]:
     """The values of (value, destinations) pairs, combined over the replicas in one exchange."""
     op = _op(reduce_op)
-    pairs = [_pair(pair) for pair in pairs]
+    pairs = [checked_pair(pair) for pair in pairs]
     devices = [devices_or_all(strategy.placement, destinations) for _, destinations in pairs]
     mode = _context.require_cross(strategy, "strategy.extended.reduce_to(...)")
     values = [value for value, _ in pairs]
@@ -78,6 +78,15 @@ def devices_or_all(placement: Placement, destinations: Any) -> tuple[jax.Device,
     return tuple(placement.mesh.devices.flat) if destinations is None else devices_of(destinations)
 
 
+def checked_pair(pair: Any) -> tuple[PyTree, Any]:
+    """`pair`, if it is a value and its destinations."""
+    if not isinstance(pair, tuple):
+        raise _errors.not_a_pair(pair, "Each element of `value_destination_pairs` should be a tuple.")
+    if len(pair) != 2:
+        raise _errors.not_a_pair(pair, "Each element of `value_destination_pairs` should be a tuple of size 2.")
+    return pair
+
+
 def _differs(tree: PyTree) -> bool:
     return bool(_per_replica_leaves(tree)) or getattr(tree, "on_read", False)
 
@@ -91,11 +100,3 @@ def _op(reduce_op: Any) -> ReduceOp:
     if isinstance(reduce_op, VariableAggregation):
         raise _errors.aggregation_as_reduce_op(reduce_op)
     return ReduceOp.parse(reduce_op)
-
-
-def _pair(pair: Any) -> tuple[PyTree, Any]:
-    if not isinstance(pair, tuple):
-        raise _errors.not_a_pair(pair, "Each element of `value_destination_pairs` should be a tuple.")
-    if len(pair) != 2:
-        raise _errors.not_a_pair(pair, "Each element of `value_destination_pairs` should be a tuple of size 2.")
-    return pair

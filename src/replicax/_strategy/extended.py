@@ -81,6 +81,8 @@ class StrategyExtended:
         options: CommunicationOptions | None = None,
     ) -> list[PyTree]:
         """As `reduce_to` for many values at once; inside a run small ones travel together."""
+        if not isinstance(value_destination_pairs, Iterable):
+            raise _errors.not_pairs(value_destination_pairs)
         pairs = list(value_destination_pairs)
         for pair in pairs:
             if isinstance(pair, tuple) and len(pair) == 2:

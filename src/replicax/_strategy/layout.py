@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax import _context
 from replicax._errors import VariableError, message
+from replicax._options import is_count
 from replicax._placement import AXIS, Placement
 from replicax._variables.creation import variable_creator_scope
 
@@ -214,6 +215,8 @@ def fully_sharded(min_size: int = 1024) -> FullySharded:
     >>> [shard.data.shape for shard in w.value.addressable_shards]
     [(64, 64), (64, 64)]
     """
+    if not is_count(min_size, at_least=0):
+        raise VariableError(f"rx.fully_sharded(min_size={min_size!r}): a number of elements, 0 to cut every variable.")
     return FullySharded(min_size)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -75,15 +76,19 @@ def devices(strategy: Strategy) -> tuple[jax.Device, ...]:
 
 def replicate(strategy: Strategy, x: Any) -> Any:
     """A whole copy of `x` on each device of the replica."""
+    _shape(x, "strategy.experimental_replicate_to_logical_devices(x)")
     return _constrained(strategy, x, PartitionSpec())
 
 
 def split(strategy: Strategy, x: Any, parts: Sequence[int]) -> Any:
     """`x` cut into ``parts[i]`` equal parts along axis i."""
     call = f"strategy.experimental_split_to_logical_devices(x, {parts!r})"
-    placement, shape = strategy.placement, np.shape(x)
-    if not isinstance(parts, (list, tuple)) or not all(isinstance(part, (int, np.integer)) for part in parts):
-        raise _refused(call, f"{parts!r} of type {type(parts).__name__}", "a list of whole numbers, one an axis")
+    placement, shape = strategy.placement, _shape(x, call)
+    try:
+        parts = [operator.index(part) for part in parts]
+    except TypeError:
+        wanted = "a list of whole numbers, one an axis"
+        raise _refused(call, f"{parts!r} of type {type(parts).__name__}", wanted) from None
     if len(parts) != len(shape):
         raise _refused(
             call, f"{len(parts)} numbers, x of shape {list(shape)} has {len(shape)} axes", "one number an axis"
@@ -100,6 +105,12 @@ def split(strategy: Strategy, x: Any, parts: Sequence[int]) -> Any:
             "as many parts as devices",
         )
     return _constrained(strategy, x, _spec(placement, parts))
+
+
+def _shape(x: Any, call: str) -> tuple[int, ...]:
+    if not hasattr(x, "shape") and not isinstance(x, (list, tuple, int, float, complex)):
+        raise _refused(call, f"{x!r} of type {type(x).__name__}", "one array; for a pytree, one after the other")
+    return np.shape(x)
 
 
 def _spec(placement: Placement, parts: Sequence[int]) -> PartitionSpec:

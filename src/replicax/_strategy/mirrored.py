@@ -10,7 +10,9 @@ import jax
 from replicax import _errors
 from replicax._cross.ops import CrossDeviceOps
 from replicax._devices import local_devices_default, resolve_all
+from replicax._options import is_count
 from replicax._placement import AXIS, Placement, place, place_grid
+from replicax._strategy import sessions
 from replicax._strategy.base import Strategy
 from replicax._strategy.layout import LayoutPolicy
 
@@ -40,6 +42,8 @@ class MirroredStrategy(Strategy):
     0.8
     """
 
+    session_settings = sessions.ISOLATED
+
     def __init__(
         self,
         devices: Sequence[jax.Device | str] | None = None,
@@ -59,7 +63,7 @@ class MirroredStrategy(Strategy):
 def _grid(devices: Sequence[jax.Device], inside: Mapping[str, int]) -> Placement:
     if not isinstance(inside, Mapping):
         raise _errors.no_replica_mesh(inside)
-    if not all(isinstance(name, str) and isinstance(size, int) and size > 0 for name, size in inside.items()):
+    if not all(isinstance(name, str) and is_count(size) for name, size in inside.items()):
         raise _errors.no_replica_mesh(inside)
     if len(devices) % math.prod(inside.values()) or AXIS in inside:
         raise _errors.uneven_replica_mesh(inside, len(devices))

@@ -13,8 +13,9 @@ import numpy as np
 
 from replicax import _errors
 from replicax._errors import ClusterError, DeviceError, message
+from replicax._options import is_count
 from replicax._placement import Placement, place, place_grid
-from replicax._strategy import logical
+from replicax._strategy import logical, sessions
 from replicax._strategy.base import Strategy
 from replicax._strategy.extended import StrategyExtended
 from replicax._strategy.layout import LayoutPolicy
@@ -64,8 +65,10 @@ class TPUStrategy(Strategy):
         self._resolver = _resolver(tpu_cluster_resolver, "rx.TPUStrategy(...)")
         self._metadata = self._resolver.get_tpu_system_metadata()
         self._assigns_single_cores = not experimental_spmd_xla_partitioning
-        self.steps_per_run = 1 if steps_per_run is None else steps_per_run
+        self.steps_per_run = _steps_per_run(steps_per_run)
         """How many steps a training loop should take per call of `run_steps`; nothing here asks for it."""
+        cluster = self._resolver.cluster_spec()
+        self.session_settings = {**sessions.ISOLATED, **({"cluster_def": cluster.as_cluster_def()} if cluster else {})}
         placement = _placed(self._metadata, assignment, num_cores)
         if eager and placement.auto_axes:
             raise _errors.eager_over_several_devices(placement)
@@ -222,13 +225,19 @@ def _assignment(named: Any, formerly: Any) -> DeviceAssignment | None:
     return given
 
 
+def _steps_per_run(given: int | None) -> int:
+    if given is not None and not is_count(given):
+        raise ValueError(f"rx.TPUStrategy(steps_per_run={given!r}): a number of steps, at least one.")
+    return 1 if given is None else given
+
+
 def _placed(metadata: TPUSystemMetadata, assignment: DeviceAssignment | None, cores: int | None) -> Placement:
     if assignment is not None:
         grid = assignment.devices
         if cores is not None and cores != grid.size:
             raise _cores(cores, f"the device assignment has {grid.shape[0]} x {grid.shape[1]}")
         return _grid(grid)
-    if cores is not None and not 1 <= cores <= metadata.num_cores:
+    if cores is not None and not (is_count(cores) and cores <= metadata.num_cores):
         raise _cores(cores, f"the slice has {metadata.num_cores}")
     return place(metadata.devices[:cores])
 
@@ -255,8 +264,8 @@ def _prime_factors(number: int) -> list[int]:
 def _cores(asked: int, there: str) -> DeviceError:
     return DeviceError(
         message(
-            f"`rx.TPUStrategy(num_cores={asked})` cannot use so many cores",
-            [f"asked for {asked}, {there}"],
+            f"`rx.TPUStrategy(num_cores={asked!r})` cannot use so many cores",
+            [f"asked for {asked!r}, {there}"],
             instead=[
                 "leave `num_cores` out to use all",
                 "for more CPU devices write `rx.host.configure(cpu_devices=n)`",

@@ -103,6 +103,8 @@ def host_value(variable: Variable) -> jax.Array:
 
 
 def _combine(variable: Variable, stacked: jax.Array) -> jax.Array:
+    if variable.placement.replicas == 1:
+        return stacked[0]
     match variable.aggregation:
         case VariableAggregation.SUM:
             return jnp.sum(stacked, axis=0, dtype=stacked.dtype)

@@ -7,7 +7,7 @@ a replica, NONE     x, which must be equal on every replica    this replica's co
 a replica, SUM      sum of x over replicas                     likewise
 a replica, MEAN     mean of x over replicas                    likewise
 a replica, FIRST    replica 0's x                              likewise
-across replicas     x, which must not be per-replica           each component x; under SUM x / N
+across replicas     x, which must not be per-replica           each component x; under SUM its share of x
 an update fn        x, this component                          x, this component
 ==================  =========================================  ==========================================
 """
@@ -17,7 +17,9 @@ from __future__ import annotations
 import numbers
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from replicax import _context, _errors
 from replicax._context import Kind, Mode
@@ -62,8 +64,10 @@ def combined(variable: Variable, value: Any, mode: Mode | None, method: str) -> 
         return _single(variable, value, method)
     if mode is None or mode.replica is None:
         return _from_across(variable, value, method)
-    if variable.on_read or mode.ledger is None:
+    if mode.ledger is None:
         return _single(variable, value, method)
+    if variable.on_read:
+        return value
     aggregation = variable.aggregation
     if aggregation is NONE:
         return value
@@ -82,24 +86,50 @@ def _differs(strategy: Any, number: Any) -> bool:
 
 
 def _from_across(variable: Variable, value: Any, method: str) -> Any:
-    value = _single(variable, value, method)
-    if not variable.on_read:
+    value, replicas = _single(variable, value, method), variable.placement.replicas
+    if not variable.on_read or variable.aggregation is not SUM or replicas == 1:
         return value
-    if variable.aggregation is SUM:
-        if method != "assign":
-            raise _errors.on_read_sum_from_across(variable, method)
-        return jnp.asarray(value) / variable.strategy.num_replicas_in_sync
-    return value
+    if method != "assign":
+        raise _errors.on_read_sum_from_across(variable, method)
+    return shares(storage.checked(variable, value, method), replicas)
+
+
+def shares(total: jax.Array, replicas: int) -> jax.Array:
+    """Components that add up to `total`: equal ones, and for integers the rest goes to the first replica.
+
+    >>> import jax.numpy as jnp
+    >>> from replicax._variables.sync import shares
+    >>> print(shares(jnp.array(7), 3), shares(jnp.array(7.5), 3))
+    [3 2 2] [2.5 2.5 2.5]
+    """
+    if not jnp.issubdtype(total.dtype, jnp.integer):
+        return jnp.broadcast_to((total / replicas).astype(total.dtype), (replicas, *total.shape))
+    share, rest = jnp.divmod(total, replicas)
+    return jnp.stack([share + rest] + [share] * (replicas - 1))
+
+
+def assigned_across(variable: Variable, mode: Mode) -> Any:
+    """What an assignment to an on-read variable returns to code across replicas: its components combined, if they can be."""
+    if variable.aggregation is NONE and variable.placement.replicas > 1:
+        return variable
+    assert mode.ledger is not None
+    return mode.ledger.read_across(variable)
 
 
 def _single(variable: Variable, value: Any, method: str) -> Any:
-    if isinstance(value, PerReplica):
+    if not isinstance(value, PerReplica):
+        return value
+    if variable.placement.replicas > 1:
         raise _errors.per_replica_assigned(variable, value, method)
-    return value
+    return value.values[0]
 
 
 def read_across(variable: Variable) -> Any:
     """What code across replicas reads, asked from anywhere: the components of an on-read variable combined."""
+    if not hasattr(variable, "on_read"):
+        if isinstance(variable, (jax.Array, np.ndarray, np.generic, numbers.Number)):
+            return variable  # the same on all replicas, and no variable
+        raise _errors.read_of_no_variable(variable)
     mode = _context.current()
     if not variable.on_read:
         return variable.value

@@ -204,7 +204,11 @@ class Variable(Scatters, metaclass=_Creating):
             else:
                 storage.host_write(self, value)
             return self if read_value else None
-        return value if read_value else None
+        if not read_value:
+            return None
+        return (
+            sync.assigned_across(self, mode) if self.on_read and mode is not None and mode.kind is Kind.CROSS else value
+        )
 
     def _component(self, mode: Mode | None) -> Any:
         """What an in-place change starts from: this replica's component, or all components of an on-read variable."""

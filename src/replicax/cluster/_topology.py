@@ -70,14 +70,14 @@ class Topology:
         devices: Sequence[Sequence[jax.Device]] | None = None,
     ) -> None:
         if serialized is not None:
-            fields = json.loads(serialized)
+            fields = _deserialized(serialized)
             mesh_shape, device_coordinates = fields["mesh_shape"], fields["device_coordinates"]
         if mesh_shape is None or device_coordinates is None:
             raise _needs_both()
-        self._mesh_shape = np.asarray(mesh_shape, dtype=np.int32)
+        self._mesh_shape = _whole_numbers(mesh_shape)
         if self._mesh_shape.ndim != 1 or not self._mesh_shape.size or (self._mesh_shape < 1).any():
             raise _bad_argument("mesh_shape", mesh_shape, "a list of positive sizes, such as (2, 2, 1, 2)")
-        self._device_coordinates = np.asarray(device_coordinates, dtype=np.int32)
+        self._device_coordinates = _whole_numbers(device_coordinates)
         if self._device_coordinates.ndim != 3 or self._device_coordinates.shape[2] != self.mesh_rank:
             raise _bad_argument(
                 "device_coordinates",
@@ -253,6 +253,10 @@ class DeviceAssignment:
         if isinstance(topology, bytes):
             topology = Topology(serialized=topology)
         _check_topology(topology)
+        if not isinstance(num_replicas, (int, np.integer)):
+            raise _bad_argument("num_replicas", num_replicas, "a whole number")
+        if not isinstance(device_order_mode, DeviceOrderMode):
+            raise _bad_argument("device_order_mode", device_order_mode, "a member of DeviceOrderMode")
         shape = _sizes("computation_shape", computation_shape, topology)
         stride = _sizes("computation_stride", computation_stride, topology)
         counts = _check_fit(topology, shape, stride, num_replicas)
@@ -378,8 +382,25 @@ def _places(coordinates: np.ndarray, mesh_shape: np.ndarray) -> dict[Coordinates
     return places
 
 
+def _whole_numbers(given: Any) -> np.ndarray:
+    """`given` as an array; an empty one if there is anything but whole numbers in it, which fits nowhere."""
+    try:
+        array = np.asarray(given)
+    except ValueError:  # a ragged list
+        array = np.zeros(0)
+    return array.astype(np.int32) if array.dtype.kind in "iu" else np.zeros(0, np.int32)
+
+
+def _deserialized(serialized: Any) -> dict[str, Any]:
+    try:
+        fields = json.loads(serialized)
+        return {name: fields[name] for name in ("mesh_shape", "device_coordinates")}
+    except (TypeError, ValueError, KeyError):
+        raise _bad_argument("serialized", repr(serialized)[:60], "what `Topology.serialized()` returned") from None
+
+
 def _sizes(name: str, given: ArrayLike | None, topology: Topology) -> Coordinates:
-    sizes = np.ones(topology.mesh_rank, np.int32) if given is None else np.asarray(given, dtype=np.int32)
+    sizes = np.ones(topology.mesh_rank, np.int32) if given is None else _whole_numbers(given)
     if sizes.shape != (topology.mesh_rank,) or (sizes < 1).any():
         raise _bad_argument(name, given, f"{topology.mesh_rank} positive sizes, one for each axis of the mesh")
     return tuple(sizes.tolist())

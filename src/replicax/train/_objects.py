@@ -30,7 +30,7 @@ from jax.typing import ArrayLike
 from replicax._errors import CheckpointError, message
 from replicax._options import VariableAggregation
 from replicax._values import PerReplica
-from replicax._variables import storage
+from replicax._variables import storage, sync
 from replicax._variables.variable import Variable
 from replicax.train._store import place
 
@@ -255,25 +255,10 @@ class _OfVariable:
         return jax.ShapeDtypeStruct(self._variable.shape, self._variable.dtype)
 
     def put(self, value: np.ndarray | jax.Array) -> None:
-        variable = self._variable
+        variable, value = self._variable, jnp.asarray(value)
         if variable.on_read and variable.aggregation is VariableAggregation.SUM:
-            value = shares(np.asarray(value), variable.placement.replicas)
-        storage.host_write(variable, jnp.asarray(value))
-
-
-def shares(total: np.ndarray, replicas: int) -> np.ndarray:
-    """Components that add up to `total`: equal ones, and for integers the rest goes to the first replica.
-
-    >>> import numpy as np
-    >>> from replicax.train._objects import shares
-    >>> print(shares(np.array(7), 3), shares(np.array(7.5), 3))
-    [3 2 2] [2.5 2.5 2.5]
-    """
-    if not np.issubdtype(total.dtype, np.integer):
-        return np.broadcast_to((total / replicas).astype(total.dtype), (replicas, *total.shape))
-    parts = np.repeat((total // replicas)[None], replicas, axis=0)
-    parts[0] += total - parts.sum(axis=0, dtype=total.dtype)
-    return parts
+            value = sync.shares(value, variable.placement.replicas)
+        storage.host_write(variable, value)
 
 
 class _OfHolder:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import abc
 import collections
 import dataclasses
+import operator
 from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 
 from replicax._devices import local_devices_default
+from replicax._errors import ClusterError
 from replicax.cluster._roles import CHIEF, WORKER, id_in_cluster
 from replicax.cluster._spec import ClusterSpec
 
@@ -66,8 +68,8 @@ class ClusterResolver(abc.ABC):
         rpc_layer: str | None = None,
         environment: str | None = None,
     ) -> None:
-        self._task_type = task_type
-        self._task_id = task_id
+        self._task_type = as_job(task_type)
+        self._task_id = as_number(task_id)
         self._rpc_layer = rpc_layer
         self._environment = environment
 
@@ -97,7 +99,7 @@ class ClusterResolver(abc.ABC):
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
+        self._task_type = as_job(task_type)
 
     @property
     def task_id(self) -> int | None:
@@ -106,7 +108,7 @@ class ClusterResolver(abc.ABC):
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
+        self._task_id = as_number(task_id)
 
     @property
     def rpc_layer(self) -> str | None:
@@ -147,6 +149,21 @@ class HasPlatform(Protocol):
 def count_accelerators(devices: Iterable[HasPlatform]) -> dict[str, int]:
     """How many of the devices are not CPUs, by kind."""
     return dict(collections.Counter(device.platform.upper() for device in devices if device.platform != "cpu"))
+
+
+def as_job(task_type: object) -> str | None:
+    """The name of a job as text."""
+    return None if task_type is None else str(task_type)
+
+
+def as_number(task_id: Any) -> int | None:
+    """The number of a task. Launchers write it as 1 and as "1"."""
+    try:
+        return None if task_id is None else int(task_id) if isinstance(task_id, str) else operator.index(task_id)
+    except (TypeError, ValueError):
+        raise ClusterError(
+            f"task_id={task_id!r} is not the number of a task: the tasks of a job are numbered 0, 1, ..."
+        ) from None
 
 
 def said_first(*sayings: T | None) -> T | None:

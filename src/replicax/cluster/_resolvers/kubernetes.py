@@ -94,7 +94,8 @@ class KubernetesClusterResolver(ClusterResolver):
 def _address(pod: Any) -> str:
     # tf.distribute took the address of the host, where the port belongs to the pod only if the two share a network;
     # then both addresses are the same. A client of the program's own that tells only the host's is understood.
-    return getattr(pod.status, "pod_ip", None) or pod.status.host_ip
+    own = getattr(pod.status, "pod_ip", None)
+    return own if own and isinstance(own, str) else pod.status.host_ip
 
 
 def _not_running(pods: list[Any]) -> SchedulerError:

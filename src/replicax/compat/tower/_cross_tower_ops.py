@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -116,6 +117,15 @@ class AllReduceCrossTowerOps(CrossTowerOps):
         agg_small_grads_max_bytes: int = 0,
         agg_small_grads_max_group: int = 10,
     ) -> None:
+        if not isinstance(all_reduce_alg, str):
+            raise _refusals.no_algorithm(all_reduce_alg)
+        for name, number in {
+            "num_packs": num_packs,
+            "agg_small_grads_max_bytes": agg_small_grads_max_bytes,
+            "agg_small_grads_max_group": agg_small_grads_max_group,
+        }.items():
+            if not isinstance(number, numbers.Integral):
+                raise _refusals.no_whole_number(name, number)
         packing = Packing(max(num_packs, 0), max(agg_small_grads_max_bytes, 0), max(agg_small_grads_max_group, 0))
         algorithm = AllReduceAlgorithm(packing) if all_reduce_alg == "nccl" else HierarchicalAlgorithm(packing)
         self._ops = Collective(algorithm)

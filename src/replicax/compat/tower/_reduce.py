@@ -7,11 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from replicax import _context
 from replicax._options import ReduceOp, VariableAggregation
 from replicax._strategy import destinations as _destinations
 from replicax._strategy.base import Strategy
-from replicax._values import TRACED, PerReplica
+from replicax._values import is_per_replica, of_first
 from replicax.compat.tower import _refusals
 from replicax.compat.tower._values import combine_items, map_outputs
 
@@ -31,8 +30,6 @@ class _Required:
 
 REQUIRED: Any = _Required()
 
-_WORDS = {"only_first_tower": FIRST, "only_first_replica": FIRST}
-
 
 def method(*named: Any) -> Method:
     """The reduction that was named; in different releases the argument had different names, of which one is given."""
@@ -41,8 +38,8 @@ def method(*named: Any) -> Method:
         names = dict(zip(("aggregation", "method_string", "reduce_op"), named, strict=True))
         raise _refusals.which_reduction({name: word for name, word in names.items() if word is not None})
     (word,) = given
-    if isinstance(word, str):
-        word = _WORDS.get(word.lower(), word)
+    if isinstance(word, str) and word.upper() in ("ONLY_FIRST_TOWER", "ONLY_FIRST_REPLICA"):
+        return FIRST
     if isinstance(word, (str, ReduceOp)):
         return ReduceOp.parse(word)
     if word in (VariableAggregation.SUM, VariableAggregation.MEAN):
@@ -70,13 +67,13 @@ def batch_reduce(engine: Strategy, how: Method, pairs: list[Any]) -> list[PyTree
         return [_reduce_items(engine, how, *pair) for pair in pairs]
     if isinstance(how, ReduceOp):
         return _destinations.batch_reduce_to(engine, how, pairs)
-    return [_first_tower(engine, value, destinations) for value, destinations in pairs]
+    return [_destinations.sent(engine.placement, of_first(value), destinations) for value, destinations in pairs]
 
 
 def broadcast(engine: Strategy, tensor: PyTree, destinations: Any) -> PyTree:
     """A copy of `tensor` on each device of `destinations`; a number becomes an array."""
     arrays = jax.tree.map(
-        lambda leaf: leaf if _is_per_replica(leaf) else jnp.asarray(leaf), tensor, is_leaf=_is_per_replica
+        lambda leaf: leaf if is_per_replica(leaf) else jnp.asarray(leaf), tensor, is_leaf=is_per_replica
     )
     return _destinations.broadcast_to(engine, arrays, destinations)
 
@@ -92,22 +89,3 @@ def _reduce_items(engine: Strategy, how: Method, value: Any, destinations: Any) 
     if not isinstance(how, ReduceOp):
         raise _refusals.not_a_reduction(how)
     return _destinations.sent(engine.placement, combine_items(how, items), destinations)
-
-
-def _first_tower(engine: Strategy, value: PyTree, destinations: Any) -> PyTree:
-    mode = _context.current()
-
-    def first(leaf: Any) -> Any:
-        if not isinstance(leaf, PerReplica):
-            return leaf
-        if leaf.form == TRACED:
-            assert mode is not None and mode.ledger is not None
-            return mode.ledger.first(leaf.data)
-        return leaf.values[0]
-
-    found = jax.tree.map(first, value, is_leaf=_is_per_replica)
-    return _destinations.sent(engine.placement, found, destinations)
-
-
-def _is_per_replica(leaf: Any) -> bool:
-    return isinstance(leaf, PerReplica)

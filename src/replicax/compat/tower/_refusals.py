@@ -75,8 +75,12 @@ def not_a_reduction(word: Any) -> ReduceOpError:
     )
 
 
-def which_reduction(given: dict[str, Any]) -> TypeError:
-    return TypeError(
+class WhichReductionError(ReduceOpError, TypeError):
+    """No word says how to combine values, or several do."""
+
+
+def which_reduction(given: dict[str, Any]) -> ReduceOpError:
+    return WhichReductionError(
         "reduce(aggregation, value, destinations) takes one aggregation, under one of the names it has had "
         f"(aggregation, method_string, reduce_op), and was given {given or 'none'}."
     )
@@ -109,8 +113,16 @@ def no_devices() -> NoDevicesError:
     return NoDevicesError("MirroredStrategy(devices=[]): it needs at least one device. Leave `devices` out for all.")
 
 
-def fewer_than_none(count: int) -> DeviceError:
-    return DeviceError(f"num_gpus={count}: say how many GPUs to use, 0 for the CPU.")
+def no_count(count: Any) -> DeviceError:
+    return DeviceError(f"num_gpus={count!r}: say how many GPUs to use, 0 for the CPU.")
+
+
+def no_algorithm(given: Any) -> ReduceOpError:
+    return ReduceOpError(f'AllReduceCrossTowerOps(all_reduce_alg={given!r}): write "nccl" or "hierarchical_copy".')
+
+
+def no_whole_number(argument: str, given: Any) -> ReduceOpError:
+    return ReduceOpError(f"AllReduceCrossTowerOps({argument}={given!r}): a whole number, 0 for none.")
 
 
 def two_ways(call: str, first: str, second: str) -> ValueError:

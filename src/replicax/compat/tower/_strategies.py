@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 import jax
 
 from replicax._devices import resolve
+from replicax._options import is_count
 from replicax._strategy.central_storage import CentralStorageStrategy as CentralStorage
+from replicax._strategy.destinations import checked_pair
 from replicax._strategy.mirrored import MirroredStrategy as Mirrored
 from replicax._strategy.multi_worker import several_processes
 from replicax._strategy.one_device import OneDeviceStrategy as OneDevice
@@ -52,7 +54,7 @@ class MirroredStrategy(DistributionStrategy):
             raise _refusals.two_ways("MirroredStrategy", "num_gpus", "num_gpus_per_worker")
         if cross_tower_ops is not None and cross_device_ops is not None:
             raise _refusals.two_cross_tower_ops()
-        if devices is not None and len(devices) == 0:
+        if isinstance(devices, Sized) and len(devices) == 0:
             raise _refusals.no_devices()
         count = num_gpus if num_gpus is not None else num_gpus_per_worker
         if devices is None and count is not None:
@@ -88,19 +90,15 @@ class CollectiveAllReduceStrategy(DistributionStrategy):
         """Whether every process runs the program for itself: they would, had it a cluster."""
         return True
 
-    def configure(
-        self,
-        session_config: Any = None,
-        cluster_spec: Any = None,
-        task_type: str | None = None,
-        task_id: int | None = None,
-    ) -> None:
-        """Turns it into one worker of a cluster; without one, or as its only worker, it stays what it is."""
-        if cluster_spec:
-            cluster = _checked("CollectiveAllReduceStrategy", cluster_spec, task_type, task_id, needs=WORKER)
-            workers = worker_count(cluster, WORKER)
-            if workers > 1:
-                raise several_processes("CollectiveAllReduceStrategy.configure(cluster_spec=...)", cluster, workers)
+    @property
+    def _session_settings(self) -> Mapping[str, Any]:
+        return {}
+
+    def _join(self, cluster_spec: Any, task_type: str | None, task_id: int | None) -> None:
+        cluster = _checked("CollectiveAllReduceStrategy", cluster_spec, task_type, task_id, needs=WORKER)
+        workers = worker_count(cluster, WORKER)
+        if workers > 1:
+            raise several_processes("CollectiveAllReduceStrategy.configure(cluster_spec=...)", cluster, workers)
 
 
 class ParameterServerStrategy(DistributionStrategy):
@@ -126,22 +124,14 @@ class ParameterServerStrategy(DistributionStrategy):
         self._over(CentralStorage(local_accelerators(num_gpus_per_worker), eager=eager))
         self.configure(None, cluster_spec, task_type, task_id)
 
-    def configure(
-        self,
-        session_config: Any = None,
-        cluster_spec: Any = None,
-        task_type: str | None = None,
-        task_id: int | None = None,
-    ) -> None:
-        """Turns it into one worker of a cluster; without one it stays what it is."""
-        if cluster_spec:
-            _checked("ParameterServerStrategy", cluster_spec, task_type, task_id, needs=PS)
-            raise _refusals.not_available(
-                "ParameterServerStrategy.configure(cluster_spec=...)",
-                "What is missing are the processes that hold the variables; they will come with "
-                "`rx.ParameterServerStrategy`. This version of replicax keeps them in one process.",
-                "leave the cluster out, for the devices of this machine",
-            )
+    def _join(self, cluster_spec: Any, task_type: str | None, task_id: int | None) -> None:
+        _checked("ParameterServerStrategy", cluster_spec, task_type, task_id, needs=PS)
+        raise _refusals.not_available(
+            "ParameterServerStrategy.configure(cluster_spec=...)",
+            "What is missing are the processes that hold the variables; they will come with "
+            "`rx.ParameterServerStrategy`. This version of replicax keeps them in one process.",
+            "leave the cluster out, for the devices of this machine",
+        )
 
 
 class TPUStrategy(DistributionStrategy):
@@ -219,7 +209,7 @@ class TPUStrategy(DistributionStrategy):
         """As for every strategy; a list in a pair is taken as a list of the towers' values."""
         pairs = value_destination_pairs
         if pairs is not REQUIRED:
-            pairs = [(_of_towers(value), destinations) for value, destinations in pairs]
+            pairs = [(_of_towers(value), where) for value, where in map(checked_pair, pairs)]
         return super().batch_reduce(aggregation, pairs, method_string=method_string, reduce_op=reduce_op)
 
 
@@ -241,6 +231,6 @@ def _checked(strategy: str, cluster_spec: Any, task_type: str | None, task_id: i
 
 def local_accelerators(count: int) -> list[jax.Device]:
     """The first `count` GPUs of this machine; for 0 its CPU."""
-    if count < 0:
-        raise _refusals.fewer_than_none(count)
+    if not is_count(count, at_least=0):
+        raise _refusals.no_count(count)
     return [resolve(f"/gpu:{i}") for i in range(count)] or [resolve("/cpu:0")]

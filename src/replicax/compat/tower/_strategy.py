@@ -12,19 +12,21 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self, TypeVar
 
 import jax
 
 from replicax import _context, _jax
-from replicax._context import Kind, Mode
+from replicax._context import Kind, Mode, Scope
 from replicax._devices import resolve
 from replicax._input.options import InputReplicationMode
 from replicax._options import RunOptions, VariableAggregation, VariableSynchronization
+from replicax._strategy import sessions
 from replicax._strategy import update as _update
 from replicax._strategy.base import Strategy
+from replicax._strategy.destinations import checked_pair
 from replicax._strategy.extended import StrategyExtended
 from replicax._values import PARTS, PerReplica, is_per_replica
 from replicax._variables import creation, sync
@@ -101,9 +103,9 @@ class DistributionStrategy:
 
     # -- scopes
 
-    def scope(self) -> AbstractContextManager[Self]:
+    def scope(self) -> Scope[Self]:
         """Puts this strategy in force and enters its cross-tower context."""
-        return _entered(self)
+        return _Scope(self._engine, self)
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
         """Variables made in this block lie where the given variable, device or list of devices lies."""
@@ -128,9 +130,7 @@ class DistributionStrategy:
 
     def experimental_run(self, fn: Callable[..., Any], input_iterator: Any = None) -> PyTree:
         """Runs `fn` once per tower, in the strategy's scope, on the next element of `input_iterator`."""
-        with self.scope():
-            args = () if input_iterator is None else (input_iterator.get_next(),)
-            return self._engine.run(fn, args)
+        return self._engine.experimental_run(fn, input_iterator)
 
     def run_steps_on_dataset(
         self, fn: Callable[..., Any], iterator: Any, iterations: int = 1, initial_loop_values: Any = None
@@ -194,7 +194,7 @@ class DistributionStrategy:
         method = _reduce.method(aggregation, method_string, reduce_op)
         if value_destination_pairs is _reduce.REQUIRED:
             raise _refusals.missing_argument("batch_reduce(aggregation, pairs)", "value_destination_pairs")
-        pairs = list(value_destination_pairs)
+        pairs = [checked_pair(pair) for pair in value_destination_pairs]
         return [value for value, _ in pairs] if self._is_default else _reduce.batch_reduce(self._engine, method, pairs)
 
     def broadcast(self, tensor: PyTree, destinations: Any = None) -> PyTree:
@@ -367,13 +367,24 @@ class DistributionStrategy:
         task_type: str | None = None,
         task_id: int | None = None,
     ) -> None:
-        """Adapts the strategy to a cluster. There are no sessions here, so `session_config` changes nothing."""
+        """Turns the strategy into one task of a cluster; without one it stays what it is.
+
+        Args:
+          session_config: Any mapping; it is given what `update_config_proto` says.
+          cluster_spec: The cluster, if there is one.
+          task_type: The job of this process in it.
+          task_id: The number of its task.
+        """
         if cluster_spec:
-            raise _refusals.not_available(
-                f"{type(self).__name__}.configure(cluster_spec=...)",
-                "This strategy works on the devices of one process.",
-                "configure() without a cluster",
-            )
+            self._join(cluster_spec, task_type, task_id)
+        sessions.settle(session_config, self._session_settings)
+
+    def _join(self, cluster_spec: Any, task_type: str | None, task_id: int | None) -> None:
+        raise _refusals.not_available(
+            f"{type(self).__name__}.configure(cluster_spec=...)",
+            "This strategy works on the devices of one process.",
+            "configure() without a cluster",
+        )
 
     def initialize(self) -> None:
         """Does what has to happen before anything else: nothing, on devices that are ready."""
@@ -392,8 +403,17 @@ class DistributionStrategy:
         return []
 
     def update_config_proto(self, config_proto: Any) -> Any:
-        """A copy of a session's configuration. There are no sessions here, so nothing in it is changed."""
-        return copy.deepcopy(config_proto)
+        """A copy of a session's configuration with what this strategy needs in it. Nothing here reads it.
+
+        Args:
+          config_proto: Any mapping, or an object with the fields of a ``tf.ConfigProto``.
+        """
+        return sessions.updated(config_proto, self._session_settings)
+
+    @property
+    def _session_settings(self) -> Mapping[str, Any]:
+        """What a session of this strategy needs."""
+        return {} if self._strategy is None else self._strategy.session_settings
 
     def __copy__(self) -> Strategy:
         return copy.copy(self._engine)  # refuses, in the words of the engine
@@ -406,16 +426,14 @@ class DistributionStrategy:
         return twin
 
 
-_Front = TypeVar("_Front", bound=DistributionStrategy)
+_Front = TypeVar("_Front")
 
 
-@contextlib.contextmanager
-def _entered(front: _Front) -> Iterator[_Front]:
-    engine = front._engine
-    default_at_top = engine is _context.default_strategy() and _context.current() is None
-    # The default strategy's own scope changes nothing; in 2018 it was cross-tower ground like any other.
-    with _context.push(Mode(engine, Kind.CROSS)) if default_at_top else engine.scope():
-        yield front
+class _Scope(Scope[_Front]):
+    """The default strategy's scope changes nothing any more; in 2018 it was cross-tower ground like any other."""
+
+    def of_default(self, mode: Mode | None) -> Mode | None:
+        return Mode(self._strategy, Kind.CROSS) if mode is None else None
 
 
 @contextlib.contextmanager
