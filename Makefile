@@ -3,6 +3,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# Processes that share the tests. Compiling keeps one core busy at a time, so two cores are worth two.
+JOBS ?= 2
 
 # The first Python that is new enough. Choose another with `make PYTHON=python3.13`.
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; do \
@@ -26,7 +28,7 @@ demo: install  ## train a small network on several replicas of this machine
 	$(BIN)/replicax demo $(ARGS)
 
 test: install  ## run the tests; slow ones with ARGS=--slow
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
 
 check: lint layout types  ## lint, formatting and types
 

@@ -1,13 +1,16 @@
 """What machine do the tests run on, and did this test leave anything behind?
 
 Eight CPU devices with the thread pool that their collectives need. After each test the process must be as it was
-before: no new thread, no changed environment variable, no new file in the working directory, no strategy still entered.
+before: no new thread, no changed environment variable, no new file in the working directory, no strategy still entered, and no
+more memory taken than one process of several may have.
 """
 
 import os
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "NPROC": "16", "REPLICAX_HOST_TUNING": "0", "KERAS_BACKEND": "jax"}
 
+import ctypes
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +28,9 @@ jax.devices()  # the backend starts here, so that no test decides by accident ho
 
 # Pools that a library starts on first use and keeps for the whole process, by the beginning of the thread's name.
 LASTING_THREADS = ("asyncio_", "orbax", "ts_pool")
+
+MOST_MEMORY = 2 * 2**30
+"""What a process may hold on to after a test, in bytes. Thousands of tests leave tens of gigabytes of compiled code."""
 
 # Variables that a library sets when it is imported, which may happen inside a test.
 LIBRARY_VARIABLES = ("KMP_", "PYTEST_", "TF_FORCE_GPU_")
@@ -64,6 +70,16 @@ def record_compilations() -> Iterator[list[str]]:
         yield names
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture(autouse=True)
+def memory_within_bounds() -> Iterator[None]:
+    """JAX keeps what it compiled, line-by-line steps compile a lot, and glibc keeps what JAX gives back."""
+    yield
+    if _resident() > MOST_MEMORY:
+        jax.clear_caches()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture(autouse=True)
@@ -110,6 +126,14 @@ def no_strategy_left_entered() -> Iterator[None]:
     for stack in stacks:
         stack.clear()
     assert not left, f"still entered after the test: {left}"
+
+
+def _resident() -> int:
+    """The memory of this process in bytes; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except FileNotFoundError:
+        return 0
 
 
 def _environment() -> dict[str, str]:
