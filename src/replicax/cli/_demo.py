@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -115,7 +116,14 @@ def _strategies() -> dict[str, Callable[[], rx.Strategy]]:
             devices[:2], cross_device_ops=rx.ReductionToOneDevice()
         )
         made["central storage"] = lambda: rx.experimental.CentralStorageStrategy(devices[:2], devices[0])
-        made["two devices a replica"] = lambda: rx.MirroredStrategy(devices[:2], replica_mesh={"model": 2})
+        rules = rx.partition_rules([
+            ("hidden", PartitionSpec(None, "model")),
+            ("bias", PartitionSpec("model")),
+            ("out", PartitionSpec("model", None)),
+        ])  # fmt: skip
+        made["two devices a replica"] = lambda: rx.MirroredStrategy(
+            devices[:2], replica_mesh={"model": 2}, variables=rules
+        )
     return made
 
 
@@ -135,8 +143,9 @@ def _digits(console: Console) -> dict[str, Any]:
 
 def _table(outcomes: list[Outcome]) -> Table:
     table = Table(title="One script, every strategy")
-    for column in ("strategy", "replicas", "test accuracy", "steps/s", "largest difference from one device"):
-        table.add_column(column, justify="left" if column == "strategy" else "right")
+    table.add_column("strategy", no_wrap=True)
+    for column in ("replicas", "test accuracy", "steps/s", "largest difference from one device"):
+        table.add_column(column, justify="right")
     for outcome in outcomes:
         table.add_row(
             outcome.name,
@@ -155,12 +164,18 @@ def _plot(outcomes: list[Outcome], folder: Path) -> Path:
     import matplotlib.pyplot as plt
 
     folder.mkdir(parents=True, exist_ok=True)
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    figure, (curves, apart) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    first = outcomes[0]
     for i, outcome in enumerate(outcomes):
-        axes.plot(outcome.losses, label=outcome.name, linewidth=6 - 5 * i / max(len(outcomes) - 1, 1), alpha=0.7)
-    axes.set(xlabel="step", ylabel="loss (mean over the global batch)", yscale="log")
-    axes.set_title("Handwritten digits: one script under each strategy")
-    axes.legend()
+        curves.plot(outcome.losses, label=outcome.name, linewidth=6 - 5 * i / max(len(outcomes) - 1, 1), alpha=0.7)
+        if outcome is not first:
+            apart.plot(np.abs(np.subtract(outcome.losses, first.losses)), color=f"C{i}", linewidth=0.8)
+    curves.set(xlabel="step", ylabel="loss (mean over the global batch)", yscale="log")
+    curves.set_title("Handwritten digits: one script under each strategy")
+    curves.legend()
+    apart.set(xlabel="step", ylabel="difference of the loss", ylim=(0, 1))
+    apart.set_yscale("symlog", linthresh=1e-8)
+    apart.set_title("... and how far it is from one device")
     path = folder / "loss.png"
     figure.savefig(path, dpi=120)
     plt.close(figure)
