@@ -150,6 +150,17 @@ def test_text_stays_on_the_host_and_goes_with_its_rows():
     assert parts(strategy, last["id"]) == [["e"], []]
 
 
+def test_a_list_of_words_is_a_column_of_text():
+    strategy = mirrored(2)
+    batch = {"id": ["a", "b", "c"], "x": np.arange(3)}
+
+    (element,) = distribute_dataset(strategy, [batch])
+    *_, last = distribute_dataset(strategy, data.from_arrays(batch, 2, shuffle=0))
+
+    assert parts(strategy, element["id"]) == [["a", "b"], ["c"]]
+    assert parts(strategy, last["id"]) == [["abc"[i] for i in part] for part in parts(strategy, last["x"])]
+
+
 def test_arrays_of_jax_are_divided_on_their_devices():
     strategy = mirrored(2)
     keys = jax.random.split(jax.random.key(0), 4)
@@ -377,6 +388,25 @@ def test_initialize_starts_again():
     assert parts(strategy, next(iterator)) == [[0], [1]]
 
 
+@pytest.mark.parametrize("options", [None, InputOptions(prefetch=2)], ids=["read-when-asked", "ahead"])
+def test_threads_that_share_an_iterator_share_out_its_elements(options):
+    def batches():
+        for start in range(0, 400, 4):
+            yield np.arange(start, start + 4)
+
+    iterator, taken = iter(distribute_dataset(mirrored(2), batches, options)), []
+    threads = [
+        threading.Thread(target=lambda: taken.extend(sum(parts(mirrored(2), x), []) for x in iterator))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+
+    assert sorted(sum(taken, [])) == list(range(400))
+
+
 def test_an_empty_dataset_has_no_elements():
     dataset = distribute_dataset(mirrored(2), [])
 
@@ -469,10 +499,15 @@ def test_a_dataset_cannot_be_distributed_inside_a_step_or_for_another_strategy()
         ),
         pytest.param(
             [list(range(9))],
-            r"(?s)batch\[0\]  int64\[\].*\.\.\. and 3 more leaves.*np.asarray\(batch\)",
+            r"(?s)batch\[0\]  int64\[\].*\.\.\. and 3 more leaves.*np.asarray\(column\)",
             id="list-of-numbers",
         ),
         pytest.param([{}], "has no leaves", id="no-leaves"),
+        pytest.param(
+            [{"x": np.zeros(2), "y": object()}],
+            r"(?s)batch\['y'\]  object  no rows: it is a Python object.*register_dataclass",
+            id="python-object",
+        ),
         pytest.param(
             (np.zeros((10, 3)), np.zeros(10)),
             r"(?s)Batch 1 of a tuple of 2 batches.*float64\[10,3\].*float64\[10\].*from_arrays\(\(x, y\)",
@@ -499,14 +534,20 @@ def test_a_bare_array_is_refused_with_a_way_out():
 
 
 def test_integers_that_jax_would_cut_off_are_refused():
-    with pytest.raises(InputError, match=r"(?s)do not fit int32.*int64, from 1 to 1099511627776.*jax_enable_x64"):
-        list(distribute_dataset(mirrored(2), [np.array([2**40, 1])]))
+    batches = [{"id": np.array([ids, 1])} for ids in (7, 2**40)]
+    text = r"(?s)Batch 1 of .*do not fit int32.*batch\['id'\]  int64, from 1 to 1099511627776.*jax_enable_x64"
+
+    for make in (distribute_dataset, lambda strategy, batches: distribute_from_function(strategy, lambda _: batches)):
+        with pytest.raises(InputError, match=text):
+            list(make(mirrored(2), batches))
+    with pytest.raises(InputError, match=text):
+        list(distribute_dataset(mirrored(1), batches))
 
 
 def test_batches_that_are_divided_already_are_refused():
     dataset = distribute_dataset(mirrored(2), [np.arange(3)])
 
-    with pytest.raises(InputError, match="(?s)a value per replica.*strategy.gather"):
+    with pytest.raises(InputError, match="(?s)Batch 0 of generator .* a value per replica.*strategy.gather"):
         list(distribute_dataset(mirrored(2), ({"x": element} for element in dataset)))
 
 
@@ -1039,6 +1080,8 @@ def test_an_explanation_can_be_printed():
         (lambda: distribute_dataset(mirrored(2), batched(8, 4)), "every batch divides evenly"),
         (lambda: distribute_dataset(mirrored(1), batched(9, 4)), "one replica takes every batch as it is"),
         (lambda: distribute_dataset(mirrored(2), iter([])), "that of the first batch"),
+        (lambda: distribute_dataset(mirrored(2), iter([])), "an equal part, in order"),
+        (lambda: distribute_from_function(mirrored(2), lambda context: []), "its own batch"),
         (lambda: distribute_dataset(mirrored(2), [], AHEAD), "2 batches on the devices, by a thread"),
         (
             lambda: distribute_dataset(mirrored(2), [], InputOptions(shard="files")),
@@ -1046,7 +1089,7 @@ def test_an_explanation_can_be_printed():
         ),
         (lambda: distribute_from_function(mirrored(2), lambda context: [], PER_REPLICA), "pipeline 1"),
     ],
-    ids=["even", "one-replica", "unknown", "ahead", "files", "function"],
+    ids=["even", "one-replica", "unknown", "part", "own", "ahead", "files", "function"],
 )
 def test_an_explanation_gives_reasons(make, text):
     assert text in str(make().explain())

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from replicax._errors import InputError, message
-from replicax._input.batch import Batch, describe, on_host
+from replicax._input.batch import Batch, describe, is_text, on_host
 from replicax._input.plan import Position, Schedule
 
 PyTree = Any
@@ -183,7 +183,7 @@ class ArrayIterator:
 
 
 def _host_arrays(tree: PyTree) -> tuple[tuple[np.ndarray, ...], Any]:
-    leaves, structure = jax.tree.flatten(tree)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_text)
     return tuple(map(on_host, leaves)), structure
 
 
@@ -210,7 +210,7 @@ def _check(structure: Any, leaves: tuple[np.ndarray, ...]) -> None:
             "turn lists into arrays: `np.asarray(x)`",
             "repeat a constant once for each row: `np.full(len(x), value)`",
         )
-    ragged = [leaf.dtype == object for leaf in leaves]
+    ragged = [leaf.dtype == object and not is_text(leaf.tolist()) for leaf in leaves]
     if any(ragged):
         raise _bad_leaves(
             "holds rows of different shapes, or rows that are not numbers",

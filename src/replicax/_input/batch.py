@@ -34,6 +34,8 @@ class Batch:
     rows: int | None
     order: np.ndarray | None = None
     start: int = 0
+    name: str = "A batch of this dataset"
+    """What error messages call it: its number and its source."""
 
     def part(self, rows: range) -> Batch:
         """The batch that consists of these rows of this one."""
@@ -51,21 +53,60 @@ class Batch:
     def gather(self, places: np.ndarray | range) -> list[Any]:
         """The rows at `places` of the batch, each leaf in a new buffer of the type in which JAX will hold it."""
         index = self.index(places)
-        return [_gather(leaf, index) for leaf in self.leaves]
+        return [self._gather(which, index) for which in range(len(self.leaves))]
+
+    def _gather(self, which: int, index: np.ndarray | range) -> Any:
+        leaf = self.leaves[which]
+        if isinstance(leaf, jax.Array):
+            whole = isinstance(index, range) and index == range(leaf.shape[0])
+            return leaf if whole else leaf[np.asarray(index)]  # on its device; nobody can write into it
+        if not fits_device(leaf.dtype):
+            return leaf[np.asarray(index)]
+        out = aligned_empty((len(index), *leaf.shape[1:]), device_dtype(leaf.dtype))
+        self.fill(out, which, index)
+        return out
+
+    def fill(self, out: np.ndarray, which: int, index: np.ndarray | range) -> None:
+        """Writes the rows of leaf number `which` at `index` into `out`."""
+        leaf = self.leaves[which]
+        if isinstance(index, np.ndarray) and out.dtype == leaf.dtype:
+            # Anything but "clip" makes NumPy gather into a second buffer first. The index is within bounds.
+            np.take(leaf, index, axis=0, out=out, mode="clip")
+        else:
+            rows = leaf[_key(index)]
+            out[...] = rows
+            if leaf.dtype.kind in "iu" and out.dtype.itemsize < leaf.dtype.itemsize and not np.array_equal(out, rows):
+                raise _too_large(self, which, rows, out.dtype)
+
+    def paths(self) -> list[str]:
+        """What each leaf is called: ``batch['image']``."""
+        numbered = jax.tree.unflatten(self.structure, range(len(self.leaves)))
+        return [f"batch{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(numbered)]
 
 
-def batch_of(tree: PyTree) -> Batch:
+def batch_of(tree: PyTree, name: str = "A batch of this dataset") -> Batch:
     """The pytree `tree`, a whole global batch, as a `Batch`."""
-    leaves, structure = jax.tree.flatten(tree, is_leaf=is_per_replica)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_leaf)
     if any(map(is_per_replica, leaves)):
-        raise _divided_already()
+        raise _divided_already(name)
     leaves = tuple(leaf if isinstance(leaf, jax.Array) else on_host(leaf) for leaf in leaves)
     sizes = {leaf.shape[0] if leaf.ndim else None for leaf in leaves}
-    return Batch(leaves, structure, sizes.pop() if len(sizes) == 1 else None)
+    return Batch(leaves, structure, sizes.pop() if len(sizes) == 1 else None, name=name)
+
+
+def _is_leaf(x: Any) -> bool:
+    return is_per_replica(x) or is_text(x)
+
+
+def is_text(x: Any) -> bool:
+    """Whether `x` is a list of words: a column of text, as torch's loaders make it, and not a tree of single words."""
+    return type(x) in (list, tuple) and len(x) > 0 and all(isinstance(word, (str, bytes)) for word in x)
 
 
 def on_host(leaf: Any) -> np.ndarray:
     """`leaf` as NumPy sees it; a copy of one whose bytes stand in another order or, torch's bfloat16, are not known."""
+    if is_text(leaf):
+        return np.array(leaf, dtype=object)
     try:
         array = np.asarray(leaf)
         return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
@@ -75,11 +116,11 @@ def on_host(leaf: Any) -> np.ndarray:
         return np.array(jnp.from_dlpack(leaf.detach() if hasattr(leaf, "detach") else leaf))
 
 
-def require_rows(batch: Batch, name: str, replicas: int) -> int:
+def require_rows(batch: Batch, replicas: int) -> int:
     """The number of rows of `batch`; refuses one that has none to divide."""
     if batch.rows:
         return batch.rows
-    raise _no_common_rows(batch, name, replicas)
+    raise _no_common_rows(batch, replicas)
 
 
 def digest(batch: Batch) -> int:
@@ -105,29 +146,6 @@ def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return raw[offset : offset + size].view(dtype).reshape(shape)
 
 
-def _gather(leaf: Any, index: np.ndarray | range) -> Any:
-    if isinstance(leaf, jax.Array):
-        whole = isinstance(index, range) and index == range(leaf.shape[0])
-        return leaf if whole else leaf[np.asarray(index)]  # on its device; nobody can write into it
-    if not fits_device(leaf.dtype):
-        return leaf[np.asarray(index)]
-    out = aligned_empty((len(index), *leaf.shape[1:]), device_dtype(leaf.dtype))
-    fill(out, leaf, index)
-    return out
-
-
-def fill(out: np.ndarray, leaf: Any, index: np.ndarray | range) -> None:
-    """Writes the rows of `leaf` at `index` into `out`."""
-    if isinstance(index, np.ndarray) and out.dtype == leaf.dtype:
-        # Anything but "clip" makes NumPy gather into a second buffer first. The index is within bounds.
-        np.take(leaf, index, axis=0, out=out, mode="clip")
-    else:
-        rows = leaf[_key(index)]
-        out[...] = rows
-        if leaf.dtype.kind in "iu" and out.dtype.itemsize < leaf.dtype.itemsize and not np.array_equal(out, rows):
-            raise _too_large(rows, out.dtype)
-
-
 def device_dtype(dtype: np.dtype) -> np.dtype:
     """The type in which JAX will hold this one: float32 for float64, unless 64 bits were asked for."""
     return jax.dtypes.canonicalize_dtype(dtype)
@@ -142,10 +160,10 @@ def describe(leaf: Any) -> str:
     return f"{np.dtype(leaf.dtype).name if fits_device(leaf.dtype) else leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
-def _divided_already() -> InputError:
+def _divided_already(name: str) -> InputError:
     return InputError(
         message(
-            "A batch of this dataset holds a value per replica",
+            f"{name} holds a value per replica",
             why="It came from a distributed dataset or from `strategy.run`, so it is divided already. As rows of a "
             "batch its padding would count as data.",
             instead=[
@@ -156,11 +174,11 @@ def _divided_already() -> InputError:
     )
 
 
-def _too_large(rows: np.ndarray, dtype: np.dtype) -> InputError:
+def _too_large(batch: Batch, which: int, rows: np.ndarray, dtype: np.dtype) -> InputError:
     return InputError(
         message(
-            f"A batch of this dataset holds integers that do not fit {dtype.name}",
-            [f"{rows.dtype.name}, from {rows.min()} to {rows.max()}"],
+            f"{batch.name} holds integers that do not fit {dtype.name}",
+            [f"{batch.paths()[which]}  {rows.dtype.name}, from {rows.min()} to {rows.max()}"],
             "JAX holds integers in 32 bits unless told otherwise, and would cut these off without a word.",
             [
                 'switch 64 bits on: `jax.config.update("jax_enable_x64", True)`',
@@ -174,14 +192,17 @@ def _too_large(rows: np.ndarray, dtype: np.dtype) -> InputError:
 LEAVES_LISTED = 6
 
 
-def _rows_of(leaf: Any) -> str:
-    return f"{leaf.shape[0]} row{'s' * (leaf.shape[0] != 1)}" if leaf.ndim else "no rows: it is a scalar"
+def _told(path: str, leaf: Any) -> str:
+    if leaf.ndim:
+        return f"{path}  {describe(leaf)}  {leaf.shape[0]} row{'s' * (leaf.shape[0] != 1)}"
+    if leaf.dtype == object:
+        return f"{path}  {type(leaf.item()).__name__}  no rows: it is a Python object"
+    return f"{path}  {describe(leaf)}  no rows: it is a scalar"
 
 
-def _no_common_rows(batch: Batch, name: str, replicas: int) -> InputError:
-    numbered = jax.tree.unflatten(batch.structure, range(len(batch.leaves)))
-    leaves = [(jax.tree_util.keystr(path), batch.leaves[i]) for path, i in jax.tree.leaves_with_path(numbered)]
-    listed = [f"batch{path}  {describe(leaf)}  {_rows_of(leaf)}" for path, leaf in leaves[:LEAVES_LISTED]]
+def _no_common_rows(batch: Batch, replicas: int) -> InputError:
+    leaves = list(zip(batch.paths(), batch.leaves, strict=True))
+    listed = [_told(path, leaf) for path, leaf in leaves[:LEAVES_LISTED]]
     if len(leaves) > LEAVES_LISTED:
         listed.append(f"... and {len(leaves) - LEAVES_LISTED} more leaves")
     what = "it has no rows" if batch.rows == 0 else "its leaves have no rows in common"
@@ -192,11 +213,13 @@ def _no_common_rows(batch: Batch, name: str, replicas: int) -> InputError:
     ]
     if batch.rows == 0:
         instead = ["leave empty batches out: `(batch for batch in batches if len(batch))`"]
-    elif len(leaves) > 1 and not any(leaf.ndim for _, leaf in leaves):
-        instead[:0] = ["turn lists of numbers into arrays: `np.asarray(batch)`. A list is a tree of its entries"]
+    elif any(leaf.ndim == 0 and leaf.dtype == object for _, leaf in leaves):
+        instead[:0] = ["say what a class of yours holds: `jax.tree_util.register_dataclass(Batch)`, or pass a dict"]
+    elif any(leaf.ndim == 0 and path.endswith("[0]") for path, leaf in leaves):
+        instead[:0] = ["turn lists of numbers into arrays: `np.asarray(column)`. A list is a tree of its entries"]
     return InputError(
         message(
-            f"{name} cannot be divided over {replicas} replicas: {what}",
+            f"{batch.name} cannot be divided over {replicas} replicas: {what}",
             listed or ["batch  has no leaves"],
             "A global batch is a tree of arrays with the examples along axis 0 of every leaf. Each replica gets some "
             "of the examples, so every leaf needs as many of them, and at least one.",

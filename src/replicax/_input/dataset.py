@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +124,7 @@ class DistributedIterator:
     def __init__(self, open_steps: Callable[[], Steps], depths: Depths) -> None:
         self._open_steps = open_steps
         self._depths = depths
+        self._one_at_a_time = threading.RLock()
         self.strategy: Any = None
         """The strategy that made its dataset."""
         self._begin(open_steps())
@@ -139,11 +141,12 @@ class DistributedIterator:
 
     def __next__(self) -> PyTree:
         refuse_in_replica("next(iterator)", "strategy.run(step, args=(next(iterator),))")
-        element = self._next()
-        if element is None:
-            raise StopIteration
-        self._state = element[1]
-        return element[0]
+        with self._one_at_a_time:  # threads that share an iterator share out its elements
+            element = self._next()
+            if element is None:
+                raise StopIteration
+            self._state = element[1]
+            return element[0]
 
     def get_next(self, name: str | None = None) -> PyTree:
         """The next element; `rx.OutOfRangeError` at the end of the data. `name` means nothing here."""
@@ -168,8 +171,9 @@ class DistributedIterator:
     @property
     def element_spec(self) -> PyTree:
         """The shape, type and placement of each leaf of an element."""
-        self._peeked = self._next()
-        if self._peeked is None:
+        with self._one_at_a_time:
+            self._peeked = peeked = self._next()
+        if peeked is None:
             raise InputError(
                 message(
                     "`element_spec` was asked of a dataset without elements",
@@ -177,7 +181,7 @@ class DistributedIterator:
                     instead=["check that the source gives batches: `next(iter(source))`"],
                 )
             )
-        return jax.tree.map(_spec, self._peeked[0])
+        return jax.tree.map(_spec, peeked[0])
 
     def get_state(self) -> State:
         """Where this pass stands, in integers and strings: put it in a checkpoint.

@@ -275,6 +275,7 @@ def _by_replica(
             masked=not promised and placement.replicas > 1,
             ahead=options.depths,
             readers=readers(placement, names, None, None),
+            divided=False,
         )
 
     length = _length(pipelines, len(feed.readers)) if alone else None

@@ -20,7 +20,7 @@ class Reader:
     pipeline: str
     """Whose iterator it takes its rows from."""
     full: range | None
-    """Its rows of a full global batch; None when it takes whole batches of its pipeline."""
+    """Its rows of a full global batch; None when it takes whole batches of its pipeline, or the size is not known."""
     short: range | None
     """Its rows of the last, short batch, where its size is known."""
 
@@ -44,6 +44,8 @@ class Explanation(Shown):
     ahead: Depths
     """How many batches a thread reads ahead, and where they wait."""
     readers: tuple[Reader, ...]
+    divided: bool = True
+    """Whether replicas share out global batches, rather than taking whole ones of a pipeline."""
 
     def facts(self) -> dict[str, str]:
         return {
@@ -63,7 +65,7 @@ class Explanation(Shown):
                 str(reader.process),
                 reader.device,
                 reader.pipeline,
-                _rows(reader.full, "its own batch"),
+                _rows(reader.full, "an equal part, in order" if self.divided else "its own batch"),
                 _rows(reader.short, "-"),
             )
             for reader in self.readers

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax._input.batch import Batch, aligned_empty, device_dtype, fill
+from replicax._input.batch import Batch, aligned_empty, device_dtype
 from replicax._input.plan import Split, padded
 from replicax._placement import Placement
 from replicax._values import PARTS, ROWS, STACKED, PerReplica, fits_device
@@ -134,8 +134,8 @@ def _column(batches: Sequence[Batch], sizes: Sequence[int], which: int, block: i
     if isinstance(leaves[0], jax.Array):
         return PerReplica(jnp.concatenate([leaf[i] for leaf, i in zip(leaves, index, strict=True)]), ROWS)
     out = aligned_empty((len(leaves) * block, *leaves[0].shape[1:]), device_dtype(leaves[0].dtype))
-    for target, leaf, rows in zip(np.split(out, len(leaves)), leaves, index, strict=True):
-        fill(target, leaf, rows)
+    for target, batch, rows in zip(np.split(out, len(leaves)), batches, index, strict=True):
+        batch.fill(target, which, rows)
     return PerReplica(out, ROWS)
 
 

@@ -67,10 +67,15 @@ class Pass:
         self.number = 0
         self._iterator: Any = self._asked(source.open, 0)
 
+    @property
+    def name(self) -> str:
+        """What the next batch is called."""
+        return f"Batch {self.number} of {self.source.name}"
+
     def read(self) -> Batch | None:
         """The next batch; None at the end."""
         try:
-            batch = self._asked(_next_batch, self._iterator)
+            batch = self._asked(_next_batch, self._iterator, self.name)
         except (StopIteration, OutOfRangeError):
             return None
         self.number += 1
@@ -105,11 +110,9 @@ class Pass:
             raise _source_failed(self.source, self.number, error) from error
 
 
-def _next_batch(iterator: Any) -> Batch:
-    if isinstance(iterator, ArrayIterator):
-        return iterator.next_batch()
-    item = next(iterator)
-    return item if isinstance(item, Batch) else batch_of(item)
+def _next_batch(iterator: Any, name: str) -> Batch:
+    batch = iterator.next_batch() if isinstance(iterator, ArrayIterator) else next(iterator)
+    return dataclasses.replace(batch, name=name) if isinstance(batch, Batch) else batch_of(batch, name)
 
 
 def _knows_its_place(iterator: Any) -> bool:

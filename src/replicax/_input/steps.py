@@ -70,8 +70,8 @@ class GlobalSteps:
         self._compared = False
 
     def read(self) -> Gathered | None:
-        name = f"Batch {self._batches.number} of {self._batches.source.name}"
-        batch = self._next(name) if self._others is None else self._next_of_all(self._others, name)
+        name = self._batches.name
+        batch = self._next() if self._others is None else self._next_of_all(self._others, name)
         if batch is None:
             return None
         replicas = self._feed.placement.replicas
@@ -85,18 +85,18 @@ class GlobalSteps:
         masked = not self._padding.promised or not split.even
         return self._feed.divided(batch, split, masked, self._padding.short_ahead)
 
-    def _next(self, name: str) -> Batch | None:
+    def _next(self) -> Batch | None:
         batch = self._batches.read()
         if batch is not None:
-            self._kind.check(batch, name)
+            self._kind.check(batch)
             if self._feed.placement.replicas > 1:
-                require_rows(batch, name, self._feed.placement.replicas)
+                require_rows(batch, self._feed.placement.replicas)
         return batch
 
     def _next_of_all(self, others: Together, name: str) -> Batch | None:
         number, source = self._batches.number, self._batches.source
         try:
-            batch = self._next(name)
+            batch = self._next()
         except Exception as error:
             others.failed(error)
             raise
@@ -183,7 +183,7 @@ class ReplicaSteps:
         """The batch of the i-th replica of this process; None if there is none. Batches without rows are passed over."""
         pipeline = self._pipelines[i % len(self._pipelines)]
         while (batch := pipeline.read()) is not None:
-            self._kind.check(batch, f"Batch {pipeline.number - 1} of {pipeline.source.name}")
+            self._kind.check(batch)
             if batch.rows != 0:
                 break
         return batch
@@ -195,11 +195,11 @@ class Kind:
     def __init__(self) -> None:
         self.first: Batch | None = None
 
-    def check(self, batch: Batch, name: str) -> None:
+    def check(self, batch: Batch) -> None:
         first = self.first = self.first or batch
         ranks = [(leaf.ndim, other.ndim) for leaf, other in zip(batch.leaves, first.leaves, strict=False)]
         if batch.structure != first.structure or any(rank != before for rank, before in ranks):
-            raise _another_kind(name, first, batch)
+            raise _another_kind(first, batch)
 
 
 def _place(state: State, key: str) -> State:
@@ -345,10 +345,10 @@ def _other_pipelines(saved: int, here: int) -> InputError:
     )
 
 
-def _another_kind(name: str, first: Batch, batch: Batch) -> InputError:
+def _another_kind(first: Batch, batch: Batch) -> InputError:
     return InputError(
         message(
-            f"{name} is not like the batches before it",
+            f"{batch.name} is not like the batches before it",
             [f"before  {_kind_of(first)}", f"now     {_kind_of(batch)}"],
             "A step is compiled for one tree of arrays. The number of rows may change from batch to batch; the tree "
             "and the number of dimensions may not.",
