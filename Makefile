@@ -22,6 +22,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "replicax needs Python 3.11 or newer: make PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) --constraint constraints.txt --editable ".[dev,docs]"
+	$(BIN)/python -m compileall -q src  # pip does so for what it copies
 	touch $@
 
 demo: install  ## train a small network on several replicas of this machine
@@ -48,24 +49,28 @@ format: install  ## put the code into the form that `check` wants
 docs: install  ## build the site into site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-bench: install  ## measure the step against hand-written JAX
-	$(BIN)/python -m benchmarks.step_overhead $(ARGS)
+bench: install  ## measure steps, all-reduces and the import against hand-written JAX; others with ARGS="zero1 --rounds 9"
+	$(BIN)/python -m benchmarks $(ARGS)
 
-bench-env:  ## the environment with TensorFlow and torch, for benchmarks against them
-	python3 -m venv .bench-venv
-	.bench-venv/bin/pip install --quiet -c constraints-bench.txt torch==2.13.0 tensorflow-cpu numpy rich scikit-learn
+bench-env: .bench-venv/.installed  ## the environment with TensorFlow and torch, for benchmarks against them
+
+.bench-venv/.installed: constraints-bench.txt
+	@test -n "$(PYTHON)" || { echo "the benchmarks need Python 3.11 or newer: make PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv .bench-venv
+	$(subst $(BIN),.bench-venv/bin,$(INSTALL)) --constraint constraints-bench.txt torch tensorflow-cpu numpy
+	touch $@
 
 test-loaders: .loaders-venv/.installed  ## the tests of data sources with the real TensorFlow and torch
 	.loaders-venv/bin/python -m pytest tests/test_sources.py $(ARGS)
 
 .loaders-venv/.installed: constraints-bench.txt
-	python3 -m venv .loaders-venv
-	.loaders-venv/bin/pip install --quiet -c constraints-bench.txt torch==2.13.0 tensorflow-cpu \
+	$(PYTHON) -m venv .loaders-venv
+	$(subst $(BIN),.loaders-venv/bin,$(INSTALL)) --constraint constraints-bench.txt torch tensorflow-cpu \
 		--editable ".[grain]" pytest pytest-timeout hypothesis
 	touch $@
 
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) .bench-venv .loaders-venv site build dist .pytest_cache .ruff_cache
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 10

@@ -3,4 +3,4 @@
 from benchmarks.against_peers import main
 
 if __name__ == "__main__":
-    main("tf_mirrored")
+    main(peers="tf_mirrored")

@@ -3,4 +3,4 @@
 from benchmarks.against_peers import main
 
 if __name__ == "__main__":
-    main("torch_ddp")
+    main(peers="torch_ddp")

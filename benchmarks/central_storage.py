@@ -1,55 +1,48 @@
 """What does a step under central storage cost, compared with the same step written by hand?
 
-By hand: broadcast the weights, one `jit(shard_map)` for losses and reduced gradients, one update on the parameter
-device. Both do the same arithmetic on the same devices, in turns, so that whatever
-else the machine does slows both alike.
+By hand: broadcast the weights, one `jit(shard_map)` for losses and reduced gradients, one update on the parameter device.
+Both do the same arithmetic on the same devices. The models are multi-layer perceptrons, Adam, `layers x width`.
 
-    python benchmarks/central_storage.py [--replicas 4] [--layers 4] [--width 256]
+    python -m benchmarks.central_storage [--rounds 30] [--replicas 2,4] [--models 4x64,4x256,20x64]
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import replicax as rx
+from benchmarks._measure import Ratio, Report, at_most, cpu_devices, in_turns, median_of, timer
 
-ROUNDS, STEPS = 15, 20
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--rows", type=int, default=64)
-    options = parser.parse_args()
-    rx.host.configure(cpu_devices=options.replicas)
-
-    ways = {"by hand": by_hand(options), "replicax": with_replicax(options)}
-    losses = {name: float(step()) for name, step in ways.items()}
-    assert abs(losses["by hand"] - losses["replicax"]) <= 1e-5 * abs(losses["by hand"]), losses
-    times = interleaved(ways)
-    for name, seconds in times.items():
-        print(f"{name:10} {1e6 * seconds:9.1f} us per step")
-    print(f"ratio      {times['replicax'] / times['by hand']:9.3f}")
+CALLS = 10
 
 
-def interleaved(ways: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """The median time of one step, each way measured in turns with the others."""
-    taken: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(ROUNDS + 1):
-        for name, step in ways.items():
-            start = time.perf_counter()
-            for _ in range(STEPS):
-                last = step()
-            last.block_until_ready()
-            if turn:  # the first round warms up
-                taken[name].append((time.perf_counter() - start) / STEPS)
-    return {name: statistics.median(seconds) for name, seconds in taken.items()}
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--replicas", default="2,4")
+    parser.add_argument("--models", default="4x64,4x256,20x64")
+    parser.add_argument("--rows", type=int, default=64, help="per replica")
+    options = parser.parse_args(argv)
+    replicas = list(map(int, options.replicas.split(",")))
+    cpu_devices(max(replicas))
+    report = Report(
+        f"A step with central storage: µs, {options.rows} rows per replica, {options.rounds} rounds of {CALLS} steps",
+        "layers x width", "replicas", "replicax", "by hand", ratio="replicax / by hand",
+    )  # fmt: skip
+    for model in options.models.split(","):
+        options.layers, options.width = map(int, model.split("x"))
+        for options.replicas in replicas:
+            ways = {"by hand": by_hand(options), "replicax": with_replicax(options)}
+            losses = {name: float(step()) for name, step in ways.items()}
+            assert abs(losses["by hand"] - losses["replicax"]) <= 1e-5 * abs(losses["by hand"]), losses
+            times = in_turns({name: timer(step, CALLS) for name, step in ways.items()}, options.rounds)
+            report.add(
+                model, str(options.replicas), median_of(times["replicax"], "µs"), median_of(times["by hand"], "µs"),
+                ratio=Ratio.between(times["replicax"], times["by hand"]), claim=at_most(1.15),
+            )  # fmt: skip
+    report.show()
 
 
 def data(options: argparse.Namespace) -> tuple[Any, Any, Any]:

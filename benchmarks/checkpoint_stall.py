@@ -3,38 +3,32 @@
 Two trees: large leaves, and many small ones. The caller is held up from the call of an asynchronous save to its return,
 once with idle devices and once with a step in flight. Then the whole save until it is on disk, and reading back. Beside
 what Orbax does we sync files to the disk and digest each value and each file, on the way back both again; the last line is
-what the digests of one save take by themselves. Rounds are interleaved; printed are medians, and ratios of medians.
+what the digests of one save take by themselves, as a part of the whole save.
 
-    python -m benchmarks.checkpoint_stall --rounds 15 --directory /tmp
+    python -m benchmarks.checkpoint_stall [--rounds 10] [--trees 25x4M,450x64K] [--directory DIRECTORY]
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
-import statistics
 import tempfile
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding, PartitionSpec
+
 import replicax as rx
-
-rx.host.configure(cpu_devices=2)
-
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import orbax.checkpoint as ocp  # noqa: E402
-from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-
-TREES = {"25 x 4 MB": (25, 1 << 20), "450 x 64 KB": (450, 1 << 14)}
-"""How many leaves, of how many float32 numbers."""
+from benchmarks._measure import Ratio, Report, cpu_devices, median_of
+from benchmarks.peers.gradients import count_and_bytes
 
 
 class Ours:
@@ -65,13 +59,13 @@ class Orbax:
         jax.block_until_ready(self.checkpointer.restore(path, args=ocp.args.StandardRestore(abstract)))
 
 
-def measure(leaves: int, size: int, rounds: int, directory: Path) -> dict[tuple[str, str], float]:
-    """Median milliseconds of each thing, by who does it."""
+def measure(leaves: int, size: int, rounds: int, directory: Path, products: int) -> dict[tuple[str, str], list[float]]:
+    """Seconds of each thing, by who does it."""
     strategy = rx.MirroredStrategy(jax.devices()[:2])
     rng = np.random.default_rng(0)
-    tree = {f"leaf{i:03d}": rng.standard_normal(size).astype(np.float32) for i in range(leaves)}
+    tree = {f"leaf{i:03d}": rng.standard_normal(size // 4).astype(np.float32) for i in range(leaves)}
     peers = {"ours": Ours(strategy, tree), "orbax": Orbax(strategy, tree)}
-    busy = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda i, x: jnp.tanh(x @ x), x))
+    busy = jax.jit(lambda x: jax.lax.fori_loop(0, products, lambda i, x: jnp.tanh(x @ x), x))
     x = jnp.ones((1024, 1024))
     times: dict[tuple[str, str], list[float]] = defaultdict(list)
     for number in range(rounds + 2):
@@ -80,7 +74,7 @@ def measure(leaves: int, size: int, rounds: int, directory: Path) -> dict[tuple[
             begun = time.perf_counter()
             result = call()
             if number >= 2:  # noqa: B023
-                times[what, who].append((time.perf_counter() - begun) * 1e3)
+                times[what, who].append(time.perf_counter() - begun)
             return result
 
         for who, peer in peers.items():
@@ -89,7 +83,7 @@ def measure(leaves: int, size: int, rounds: int, directory: Path) -> dict[tuple[
             wait = timed("held up, idle", who, lambda: peer.begin(path))  # noqa: B023
             wait()
             if number >= 2:
-                times["until on disk", who].append((time.perf_counter() - begun) * 1e3)
+                times["until on disk", who].append(time.perf_counter() - begun)
             timed("read back", who, lambda: peer.restore(path))  # noqa: B023
             shutil.rmtree(path)
             step = busy(x)
@@ -98,28 +92,30 @@ def measure(leaves: int, size: int, rounds: int, directory: Path) -> dict[tuple[
             jax.block_until_ready(step)
             shutil.rmtree(path)
         timed("digests", "ours", lambda: [zlib.crc32(leaf.data) for leaf in tree.values() for _ in range(2)])
-    return {key: statistics.median(seen) for key, seen in times.items()}
+    return times
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--trees", default="25x4M,450x64K", help="how many leaves, of how many bytes")
     parser.add_argument("--directory", default=None, help="where to write; by default the system's temporary folder")
-    options = parser.parse_args()
-    table = Table(title=f"ms, {options.rounds} interleaved rounds")
-    for column in ("leaves", "", "replicax", "Orbax", "replicax / Orbax"):
-        table.add_column(column, justify="right" if column else "left")
-    for name, (leaves, size) in TREES.items():
+    parser.add_argument("--products", type=int, default=20, help="matrix products of the step in flight")
+    options = parser.parse_args(argv)
+    cpu_devices(2)
+    report = Report(
+        f"Saving and reading back: ms, {options.rounds} rounds",
+        "leaves", "", "replicax", "Orbax", ratio="replicax / Orbax",
+    )  # fmt: skip
+    for name in options.trees.split(","):
         with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-            medians = measure(leaves, size, options.rounds, Path(directory))
+            times = measure(*count_and_bytes(name), options.rounds, Path(directory), options.products)
         for what in ("held up, idle", "held up, step in flight", "until on disk", "read back"):
-            ours, orbax = medians[what, "ours"], medians[what, "orbax"]
-            table.add_row(name, what, f"{ours:.1f}", f"{orbax:.1f}", f"{ours / orbax:.2f}")
-        digests = medians["digests", "ours"]
-        table.add_row(
-            name, "digests of a save", f"{digests:.1f}", "", f"{digests / medians['until on disk', 'ours']:.2f} of it"
-        )
-    Console().print(table)
+            ours, orbax = times[what, "ours"], times[what, "orbax"]
+            report.add(name, what, median_of(ours, "ms"), median_of(orbax, "ms"), ratio=Ratio.between(ours, orbax))
+        digests = Ratio.between(times["digests", "ours"], times["until on disk", "ours"])
+        report.add(name, "digests of a save", median_of(times["digests", "ours"], "ms"), "", ratio=f"{digests} of it")
+    report.show()
 
 
 if __name__ == "__main__":

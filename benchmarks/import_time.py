@@ -1,11 +1,19 @@
-"""How much does `import replicax` add to `import jax`? Fresh processes, interleaved."""
+"""How much does `import replicax` add to `import jax`? Fresh processes, in turns.
+
+Bytecode is written on the first round, as with any package that Python has imported before.
+
+    python -m benchmarks.import_time [--rounds 15]
+"""
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import os
 import subprocess
 import sys
+from collections.abc import Sequence
+
+from benchmarks._measure import ROOT, Ratio, Report, at_most, median_of
 
 PROGRAM = """
 import time
@@ -16,20 +24,24 @@ print(time.perf_counter() - begun)
 
 
 def once(module: str) -> float:
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     out = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(module=module)], capture_output=True, text=True, check=True
-    )
+        [sys.executable, "-c", PROGRAM.format(module=module)],
+        capture_output=True, text=True, check=True, cwd=ROOT, env=environment,
+    )  # fmt: skip
     return float(out.stdout)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
-    rounds = parser.parse_args().rounds
-    pairs = [(once("jax"), once("replicax")) for _ in range(rounds)]
-    jax, ours = (statistics.median(column) for column in zip(*pairs, strict=True))
-    added = statistics.median(b - a for a, b in pairs)
-    print(f"import jax {jax:.3f} s, import replicax {ours:.3f} s, added {added:.3f} s (ratio {ours / jax:.2f})")
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    rounds = parser.parse_args(argv).rounds
+    pairs = [(once("jax"), once("replicax")) for _ in range(rounds + 1)][1:]
+    jax, ours = zip(*pairs, strict=True)
+    report = Report(f"Seconds of an import, {rounds} rounds", "import jax", "import replicax", ratio="added, s")
+    added = Ratio.of([b - a for a, b in pairs])
+    report.add(median_of(jax, "s"), median_of(ours, "s"), ratio=added, claim=at_most(0.15))
+    report.show()
 
 
 if __name__ == "__main__":

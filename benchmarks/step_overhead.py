@@ -1,30 +1,31 @@
 """What does `strategy.run` cost over hand-written `jit(shard_map)` with donation?
 
-The step is nearly empty: it averages one number over the replicas and writes every variable. Rounds are interleaved; printed
-is the median time to completion, and the median over rounds of the ratio.
+The step is nearly empty: it averages one number over the replicas and writes every variable.
 
-    python -m benchmarks.step_overhead --rounds 2000
+    python -m benchmarks.step_overhead [--rounds 100] [--devices 1,2,4] [--variables 2,20,200]
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
 import replicax as rx
-
-rx.host.configure(cpu_devices=4)
-
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
+from benchmarks._measure import Claim, Ratio, Report, at_most, cpu_devices, in_turns, median_of, timer
 
 SHAPE = (8, 8)
+CALLS = 20
+
+
+def claim(devices: int, variables: int) -> Claim | None:
+    if devices == 2:
+        return at_most(1.08)
+    return at_most(1.10) if (devices, variables) == (1, 20) else None
 
 
 def ours(strategy: rx.Strategy, count: int, x: Any) -> Callable[[], Any]:
@@ -63,34 +64,29 @@ def by_hand(strategy: rx.Strategy, count: int, x: Any) -> Callable[[], Any]:
     return one
 
 
-def measure(devices: int, count: int, rounds: int) -> tuple[float, float, float]:
-    """Median microseconds of both, and the median of the paired ratios."""
-    strategy = rx.MirroredStrategy(jax.devices()[:devices])
-    x = strategy.experimental_distribute_values_from_function(lambda _: jnp.ones((4, 8)))
-    both = [ours(strategy, count, x), by_hand(strategy, count, x)]
-    times: list[list[float]] = [[], []]
-    for number in range(rounds + 50):
-        for fn, seen in zip(both, times, strict=True):
-            begun = time.perf_counter()
-            jax.block_until_ready(fn())
-            if number >= 50:
-                seen.append(time.perf_counter() - begun)
-    mine, raw = (statistics.median(seen) * 1e6 for seen in times)
-    return mine, raw, mine / raw
-
-
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=2000)
-    rounds = parser.parse_args().rounds
-    table = Table(title=f"strategy.run against jit(shard_map), {rounds} interleaved rounds")
-    for column in ("devices", "variables", "ours, µs", "by hand, µs", "ratio"):
-        table.add_column(column, justify="right")
-    for devices in (1, 2, 4):
-        for count in (2, 20, 200):
-            mine, raw, ratio = measure(devices, count, rounds if count < 200 else rounds // 4)
-            table.add_row(str(devices), str(count), f"{mine:.1f}", f"{raw:.1f}", f"{ratio:.3f}")
-    Console().print(table)
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--devices", default="1,2,4")
+    parser.add_argument("--variables", default="2,20,200")
+    asked = parser.parse_args(argv)
+    devices, counts = (list(map(int, text.split(","))) for text in (asked.devices, asked.variables))
+    cpu_devices(max(devices))
+    report = Report(
+        f"strategy.run against jit(shard_map): µs to completion, {asked.rounds} rounds of {CALLS} steps",
+        "devices", "variables", "replicax", "by hand", ratio="replicax / by hand",
+    )  # fmt: skip
+    for number in devices:
+        strategy = rx.MirroredStrategy(jax.devices()[:number])
+        x = strategy.experimental_distribute_values_from_function(lambda _: jnp.ones((4, 8)))
+        for count in counts:
+            ways = {"ours": ours(strategy, count, x), "by hand": by_hand(strategy, count, x)}
+            times = in_turns({name: timer(way, CALLS) for name, way in ways.items()}, asked.rounds)
+            report.add(
+                str(number), str(count), median_of(times["ours"], "µs"), median_of(times["by hand"], "µs"),
+                ratio=Ratio.between(times["ours"], times["by hand"]), claim=claim(number, count),
+            )  # fmt: skip
+    report.show()
 
 
 if __name__ == "__main__":

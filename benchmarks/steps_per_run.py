@@ -2,33 +2,28 @@
 
 The step trains a small linear model with momentum on a batch that lies on the devices. By hand: one
 `jit(shard_map(scan))` that is given the K batches (and stacks them, as `run_steps` does), and one that is given them
-stacked already, which no program that reads its data batch by batch has. Rounds are interleaved; printed are medians
-per step.
+stacked already, which no program that reads its data batch by batch has.
 
-    python -m benchmarks.steps_per_run --rounds 300
+    python -m benchmarks.steps_per_run [--rounds 60] [--devices 1,2,4] [--steps 10,50]
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
 import replicax as rx
+from benchmarks._measure import Ratio, Report, Times, at_most, cpu_devices, in_turns, median_of, timer
 
-rx.host.configure(cpu_devices=4)
-
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-
+CALLS = 5
 ROWS, FEATURES = 16, 8
 WHOLE, CUT = PartitionSpec(), PartitionSpec("replica")
 
@@ -95,34 +90,46 @@ def by_hand(strategy: rx.Strategy, data: list[Any], stacked: bool) -> Callable[[
     return run
 
 
-def measure(devices: int, count: int, rounds: int) -> list[float]:
-    """Median microseconds per step of each way."""
+def measure(devices: int, count: int, rounds: int) -> Times:
+    """Seconds of `count` steps, each way."""
     strategy = rx.MirroredStrategy(jax.devices()[:devices])
     data = batches(strategy, count)
-    ways = [*ours(strategy, data), by_hand(strategy, data, False), by_hand(strategy, data, True)]
-    times: list[list[float]] = [[] for _ in ways]
-    for number in range(rounds + 10):
-        for way, seen in zip(ways, times, strict=True):
-            begun = time.perf_counter()
-            jax.block_until_ready(way())
-            if number >= 10:
-                seen.append(time.perf_counter() - begun)
-    return [statistics.median(seen) * 1e6 / count for seen in times]
+    together, one_by_one = ours(strategy, data)
+    ways = {
+        "run_steps": together,
+        "run": one_by_one,
+        "scan": by_hand(strategy, data, stacked=False),
+        "stacked": by_hand(strategy, data, stacked=True),
+    }
+    return in_turns({name: timer(way, CALLS) for name, way in ways.items()}, rounds)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=300)
-    rounds = parser.parse_args().rounds
-    table = Table(title=f"µs per step, {rounds} interleaved rounds")
-    for column in ("devices", "K", "run_steps", "K x run", "scan by hand", "stacked before", "run_steps / by hand"):
-        table.add_column(column, justify="right")
-    for devices in (1, 2, 4):
-        for count in (10, 50):
-            together, one_by_one, scan, stacked = measure(devices, count, rounds)
-            numbers = [f"{x:.2f}" for x in (together, one_by_one, scan, stacked, together / scan)]
-            table.add_row(str(devices), str(count), *numbers)
-    Console().print(table)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--devices", default="1,2,4")
+    parser.add_argument("--steps", default="10,50", help="K")
+    asked = parser.parse_args(argv)
+    devices, counts = (list(map(int, text.split(","))) for text in (asked.devices, asked.steps))
+    cpu_devices(max(devices))
+    report = Report(
+        f"K steps in one program: µs per step, {asked.rounds} rounds of {CALLS} calls",
+        "devices", "K", "K times run", "run_steps", "scan by hand", "stacked before", "run / run_steps",
+        ratio="run_steps / scan by hand",
+    )  # fmt: skip
+    for number in devices:
+        for count in counts:
+            times = {
+                name: [s / count for s in seconds] for name, seconds in measure(number, count, asked.rounds).items()
+            }
+            report.add(
+                str(number), str(count),
+                *(median_of(times[name], "µs") for name in ("run", "run_steps", "scan", "stacked")),
+                str(Ratio.between(times["run"], times["run_steps"])),
+                ratio=Ratio.between(times["run_steps"], times["scan"]),
+                claim=at_most(1.2) if (number, count) == (1, 50) else None,
+            )  # fmt: skip
+    report.show()
 
 
 if __name__ == "__main__":

@@ -1,45 +1,41 @@
 """What does it save, and cost, to cut the optimizer's state over the replicas (ZeRO-1)?
 
 Adam on a multi-layer perceptron, with whole slots and with cut ones. Memory is what the shards of the slots on one
-device take; times are medians of interleaved rounds.
+device take, as a part of what whole ones take.
 
-    python -m benchmarks.zero1 --rounds 30
+    python -m benchmarks.zero1 [--rounds 20] [--devices 2,4] [--width 1024]
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
 import replicax as rx
+from benchmarks._measure import Ratio, Report, at_most, cpu_devices, in_turns, median_of, timer
 
-rx.host.configure(cpu_devices=4)
-
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-
-WIDTHS = (1024, 1024, 1024, 10)
 ROWS = 128
 
 
 class Model:
-    def __init__(self, strategy: rx.Strategy, shard_state: bool) -> None:
+    def __init__(self, strategy: rx.Strategy, widths: Sequence[int], shard_state: bool) -> None:
         rng = np.random.default_rng(0)
         self.strategy = strategy
         with strategy.scope():
             self.weights = [
                 rx.Variable(jnp.asarray(rng.standard_normal((m, n)) / m**0.5, jnp.float32), name=f"w{i}")
-                for i, (m, n) in enumerate(zip(WIDTHS, WIDTHS[1:], strict=False))
+                for i, (m, n) in enumerate(itertools.pairwise(widths))
             ]
             self.optimizer = rx.Optimizer(optax.adam(1e-3), gradients="mean", shard_state=shard_state)
         rows = strategy.num_replicas_in_sync * ROWS
-        (self.x,) = strategy.distribute_dataset([rng.standard_normal((rows, WIDTHS[0])).astype(np.float32)])
+        (self.x,) = strategy.distribute_dataset([rng.standard_normal((rows, widths[0])).astype(np.float32)])
 
     def replica_step(self, x: Any) -> Any:
         def loss() -> Any:
@@ -52,45 +48,41 @@ class Model:
         self.optimizer.apply_gradients(zip(gradients, self.weights, strict=True))
         return value
 
-    def step(self) -> None:
-        jax.block_until_ready(self.strategy.run(self.replica_step, (self.x,)))
-        jax.block_until_ready([w._array for w in self.weights])
+    def step(self) -> Any:
+        return self.strategy.run(self.replica_step, (self.x,)), [w._array for w in self.weights]
 
     @property
     def bytes_per_device(self) -> int:
         return sum(slot._array.addressable_shards[0].data.nbytes for slot in self.optimizer.slots)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30)
-    rounds = parser.parse_args().rounds
-    table = Table(title=f"Adam, weights {WIDTHS}, {ROWS} rows per replica, {rounds} interleaved rounds")
-    for column in (
-        "devices",
-        "slots per device, MB",
-        "cut, MB",
-        "step, ms",
-        "cut, ms",
-        "cut / whole",
-        "largest difference",
-    ):
-        table.add_column(column, justify="right")
-    for devices in (2, 4):
-        models = [Model(rx.MirroredStrategy(jax.devices()[:devices]), cut) for cut in (False, True)]
-        times: list[list[float]] = [[], []]
-        for number in range(rounds + 5):
-            for model, seen in zip(models, times, strict=True):
-                begun = time.perf_counter()
-                model.step()
-                if number >= 5:
-                    seen.append(time.perf_counter() - begun)
-        whole, cut = (statistics.median(seen) * 1e3 for seen in times)
-        pairs = zip(models[0].weights, models[1].weights, strict=True)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--devices", default="2,4")
+    parser.add_argument("--width", type=int, default=1024)
+    asked = parser.parse_args(argv)
+    devices = list(map(int, asked.devices.split(",")))
+    cpu_devices(max(devices))
+    widths = (asked.width, asked.width, asked.width, 16)
+    report = Report(
+        f"Adam, weights {widths}, {ROWS} rows per replica, {asked.rounds} rounds",
+        "devices", "step, ms", "cut, ms", "cut / whole", "largest difference", "slots per device, MB", "cut, MB",
+        ratio="memory, cut / whole",
+    )  # fmt: skip
+    for number in devices:
+        strategy = rx.MirroredStrategy(jax.devices()[:number])
+        models = {name: Model(strategy, widths, name == "cut") for name in ("whole", "cut")}
+        times = in_turns({name: timer(model.step) for name, model in models.items()}, asked.rounds)
+        pairs = zip(*(model.weights for model in models.values()), strict=True)
         difference = max(np.abs(a.numpy() - b.numpy()).max() for a, b in pairs)
-        memory = [f"{model.bytes_per_device / 2**20:.2f}" for model in models]
-        table.add_row(str(devices), *memory, f"{whole:.1f}", f"{cut:.1f}", f"{cut / whole:.2f}", f"{difference:.1e}")
-    Console().print(table)
+        whole, cut = (model.bytes_per_device for model in models.values())
+        report.add(
+            str(number), median_of(times["whole"], "ms"), median_of(times["cut"], "ms"),
+            str(Ratio.between(times["cut"], times["whole"])), f"{difference:.1e}",
+            f"{whole / 2**20:.2f}", f"{cut / 2**20:.2f}", ratio=cut / whole, claim=at_most(round(1 / number + 0.01, 3)),
+        )  # fmt: skip
+    report.show()
 
 
 if __name__ == "__main__":

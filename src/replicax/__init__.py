@@ -8,6 +8,9 @@ from replicax import _host
 
 _host.tune_at_import()  # before anything can start JAX's backend
 
+with _host.collecting_later():  # these import nearly everything
+    from replicax import experimental, keras, nnx, train
+
 from replicax import cluster as cluster
 from replicax import cluster_resolver as cluster_resolver
 from replicax import data as data

@@ -27,13 +27,15 @@ after. So `import replicax` does it, `configure` does it in words, and `require_
 # step, mapped and zeroed by page faults in the next. Without mappings, without trimming and with one arena the piece is
 # found again. docs/host.md has the figures: the time won and the memory paid.
 
+import contextlib
 import ctypes
+import gc
 import os
 import re
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -152,6 +154,22 @@ def tune_before_start() -> None:
     """The same once more for `jax_num_cpu_devices` set after the import; call it before asking JAX for devices."""
     if not _jax.backend_started():
         _tune(_devices_asked_for())
+
+
+@contextlib.contextmanager
+def collecting_later() -> Iterator[None]:
+    """Puts off garbage collection while modules are imported.
+
+    JAX has made so many objects by then that a full collection falls due among our own imports. It takes longer than all
+    of them, 40 ms and more, and finds nothing: what an import makes is there to stay.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def require_threads(devices: Sequence[jax.Device], call: str = "A strategy") -> None:
