@@ -389,3 +389,16 @@ def test_a_random_key_is_a_value_like_any_other(strategy):
 
     assert first == float(jax.random.normal(jax.random.split(jax.random.key(0))[0]))
     assert first != second
+
+
+@pytest.mark.parametrize("where", ["host", "compiled"])
+@pytest.mark.parametrize("function", [jnp.exp, jax.jit(lambda x: x)], ids=["jnp", "jit"])
+def test_a_variable_given_to_a_jax_function_is_refused_in_words(function, where):
+    strategy = rx.MirroredStrategy(jax.devices()[:2])
+    with strategy.scope():
+        w = rx.Variable(jnp.ones(3), name="w")
+
+    with pytest.raises(rx.VariableError, match=r"given the variable 'w' itself at .*test_variables.py:\d+") as refused:
+        function(w) if where == "host" else strategy.run(lambda: function(w))
+
+    assert "pass its value: `w.value`" in str(refused.value)

@@ -303,6 +303,18 @@ def per_replica_as_array(value: Any) -> PerReplicaUseError:
     )
 
 
+def attribute_of_per_replica(name: str) -> AttributeError:
+    return AttributeError(
+        message(
+            f"A PerReplica has no `{name}`: it holds one value for each replica",
+            instead=[
+                f"value.values[0].{name} is that of the first replica's",
+                'strategy.reduce("mean", value) and strategy.gather(value, axis=0) make one array of all',
+            ],
+        )
+    )
+
+
 def captured_per_replica(value: Any) -> InputError:
     return InputError(
         message(
@@ -811,6 +823,17 @@ def assigned_in_nested_trace(variable: Any) -> ContextError:
     return ContextError(
         f"`{variable.name}.assign` inside a loop or branch of a function under rx.value_and_grad on the host. Run the "
         "function with strategy.run or rx.function, which keep such assignments."
+    )
+
+
+def variable_as_argument(variable: Any, site: Any) -> VariableError:
+    return VariableError(
+        message(
+            f"A JAX function was given the variable {variable.name!r} itself at {site}",
+            [f"{variable!r}"],
+            "JAX's functions take arrays; only operators (`w * 2`, `x @ w`) and `jnp.asarray(w)` look into an object.",
+            ["pass its value: `w.value`"],
+        )
     )
 
 

@@ -108,6 +108,18 @@ def inside_jit(outer: Any, entry: CodeType) -> bool:
     return False
 
 
+_REFUSES_OBJECTS = {fn.__code__ for fn in (core.typeof, core.shaped_abstractify, core.Primitive.bind)}
+
+
+def about_to_refuse() -> bool:
+    """Whether JAX asks our caller's caller for `__jax_array__` only to say that such objects are no arguments.
+
+    `jnp.asarray(x)` and operators call what they get; `jnp.exp(x)` is a jitted function, which raises if there is anything.
+    Its message names neither the object nor what to write, and it is raised before we are called.
+    """
+    return sys._getframe(2).f_code in _REFUSES_OBJECTS
+
+
 def key_value_store() -> Any:
     """The store in which the processes of this job leave each other notes; None before `jax.distributed.initialize`.
 

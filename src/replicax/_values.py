@@ -18,7 +18,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.tree_util import register_dataclass
 
-from replicax import _context, _errors
+from replicax import _context, _errors, _jax
 from replicax._placement import AXIS, Placement
 
 PyTree = Any
@@ -79,17 +79,46 @@ class PerReplica(DistributedValues):
         lines = ",\n".join(f"  {i}: {value!r}" for i, value in enumerate(components(self)))
         return f"PerReplica:{{\n{lines}\n}}"
 
-    def __jax_array__(self) -> Any:
+    @property
+    def __jax_array__(self) -> Callable[[], Any]:
         mode = _context.current()
-        if mode is None or mode.ledger is None or mode.replica is None:
+        if mode is None or mode.ledger is None or mode.replica is None or _jax.about_to_refuse():
             raise _errors.per_replica_as_array(self)
-        return mode.ledger.own(self)
+        ledger = mode.ledger
+        return lambda: ledger.own(self)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         raise _errors.per_replica_as_array(self)
 
     def __bool__(self) -> bool:
         raise _errors.per_replica_as_array(self)
+
+    def __format__(self, spec: str) -> str:
+        if spec:
+            raise _errors.per_replica_as_array(self)
+        return repr(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_ARRAYS:
+            raise _errors.attribute_of_per_replica(name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+_OF_ARRAYS = {"shape", "dtype", "ndim", "size", "T", "mean", "sum", "max", "min", "item", "astype", "reshape", "at"}
+
+_OPERATORS = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"]
+_OF_NUMBERS = [
+    *(f"__{side}{operator}__" for operator in _OPERATORS for side in ("", "r")),
+    *(f"__{word}__" for word in ("neg", "abs", "invert", "lt", "le", "gt", "ge", "getitem", "float", "int", "index")),
+]
+
+
+def _refuse(value: PerReplica, *others: Any) -> Any:
+    raise _errors.per_replica_as_array(value)
+
+
+for _name in _OF_NUMBERS:  # what one tries first with the loss that a step gave
+    setattr(PerReplica, _name, _refuse)
 
 
 def is_per_replica(x: Any) -> bool:
