@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import replicax as rx
+from replicax.compat import tower
 from replicax.train import Checkpoint
 
 RANDOM = np.random.default_rng(0)
@@ -137,6 +138,8 @@ def test_the_first_rule_found_in_a_path_decides():
     assert rules.specs(tree) == {"layers": [{"kernel": P("model")}, {"kernel": P(None, "model"), "scale": P()}]}, (
         "a scalar cannot be cut and needs no rule"
     )
+    with grid(1, 2).scope():
+        assert rules.place({"step": 3, "rate": 0.5})["rate"].devices() == set(jax.devices()[:2])
 
 
 def test_parameters_without_a_rule_are_listed():
@@ -198,10 +201,37 @@ def test_shard_refuses_what_cannot_be(axes, found):
 
 
 def test_devices_that_do_not_make_replicas_are_refused():
-    with pytest.raises(rx.DeviceError, match="3 devices, 2 for each replica"):
+    with pytest.raises(rx.DeviceError, match=r"(?s)3 devices, 2 for each replica.*2 of them: .*jax.devices\(\)\[:2\]"):
         rx.MirroredStrategy(jax.devices()[:3], replica_mesh={"model": 2})
+    with pytest.raises(rx.DeviceError, match="6 devices, 2 x 2 = 4 for each replica"):
+        rx.MirroredStrategy(jax.devices()[:6], replica_mesh={"data": 2, "model": 2})
     with pytest.raises(rx.DeviceError, match="'replica'"):
         rx.MirroredStrategy(jax.devices()[:4], replica_mesh={"replica": 2})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **options: tower.MirroredStrategy(jax.devices()[:4], **options),
+        lambda **options: rx.TPUStrategy(num_cores=4, **options),
+    ],
+    ids=["tower", "tpu"],
+)
+def test_other_mirrored_strategies_have_replicas_of_several_devices_too(make):
+    strategy = make(replica_mesh={"model": 2}, variables=RULES)
+    with strategy.scope():
+        w = rx.Variable(np.ones((4, 6), np.float32), name="in/kernel")
+
+    assert strategy.num_replicas_in_sync == 2
+    assert {shard.data.shape for shard in w.value.addressable_shards} == {(4, 3)}
+    with pytest.raises(rx.DeviceError, match="4 devices, 3 for each replica"):
+        make(replica_mesh={"model": 3})
+
+
+def test_a_worker_has_them_too_if_it_has_the_devices():
+    with pytest.raises(rx.DeviceError, match="1 devices, 2 for each replica"):
+        rx.MultiWorkerMirroredStrategy(replica_mesh={"model": 2})
+    assert rx.MultiWorkerMirroredStrategy(replica_mesh={"model": 1}, variables=RULES).num_replicas_in_sync == 1
 
 
 @pytest.mark.parametrize("given", [{"model": 0}, {"model": 2.0}, {"model": "2"}, {"model": True}, {2: 2}, 2], ids=repr)

@@ -208,7 +208,7 @@ def test_a_single_core_is_an_assignment():
     ("topology", "assignment", "text"),
     [
         ("2x2", SINGLE_CORE_ASSIGNMENT, "(?s)`topology` must be a `Topology`.*of type str"),
-        (full(2, 2, 1, 2), [[0, 0, 0, 0]], r"(?s)`core_assignment` must be.*\(replicas, cores.*, 4\).*shape \(1, 4\)"),
+        (full(2, 2, 1, 2), [[0, 0, 0, 0]], r"(?s)`core_assignment` must be.*\(replicas, cores.*, 4\).*shape \(1, 4\)$"),
         (full(2, 2, 1, 2), [[[0, 0, 0]]], r"(?s)`core_assignment` must be.*shape \(1, 1, 3\)"),
         (full(2, 2, 1, 2), [[[0, 0, 0, 2]]], r"no core at \(0, 0, 0, 2\) in a mesh of 2x2x1x2"),
         (full(2, 1), [[[0, 0]], [[0, 0]]], r"(?s)\(0, 0\) is named twice.*core 0 of replica 0.*core 0 of replica 1"),

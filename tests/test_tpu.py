@@ -44,6 +44,8 @@ def test_a_device_assignment_has_had_two_names():
     cores = DeviceAssignment.build(Topology.from_devices(jax.local_devices()), num_replicas=2)
 
     assert rx.TPUStrategy(steps_per_run=3, device_assignment=cores).num_replicas_in_sync == 2
+    with pytest.raises(ValueError, match="both say which cores form a replica"):
+        rx.TPUStrategy(None, cores, replica_mesh={"model": 2})
     with pytest.raises(ValueError, match="two names of one argument"):
         rx.TPUStrategy(None, cores, device_assignment=cores)
     with pytest.raises(ValueError, match="got 100 of type int"):

@@ -27,6 +27,7 @@ error, so that the code that checks reads `raise uneven_batch(...)` and stays sh
 # ├── HostError             RuntimeError          a process that is set up so that it would hang or crawl
 # └── NotAvailableError     NotImplementedError   a name that exists and cannot do its work here
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -1445,7 +1446,7 @@ def eager_over_several_devices(placement: Any) -> NotAvailableError:
 def no_replica_mesh(given: Any) -> DeviceError:
     return DeviceError(
         message(
-            f"MirroredStrategy(replica_mesh={given!r}) does not name the axes inside a replica and their sizes",
+            f"`replica_mesh={given!r}` does not name the axes inside a replica and their sizes",
             why="It is a dictionary: each axis has a name and a positive whole number of devices.",
             instead=['replica_mesh={"model": 2}'],
         )
@@ -1453,12 +1454,18 @@ def no_replica_mesh(given: Any) -> DeviceError:
 
 
 def uneven_replica_mesh(inside: Any, devices: int) -> DeviceError:
-    product = " x ".join(str(size) for size in inside.values())
+    each = math.prod(inside.values())
+    sizes = " x ".join(str(size) for size in inside.values()) + (f" = {each}" if len(inside) > 1 else "")
+    fewer = [f"give it {devices // each * each} of them: `devices=jax.devices()[:{devices // each * each}]`"]
     return DeviceError(
         message(
-            f"MirroredStrategy(replica_mesh={inside!r}) does not divide its devices into replicas",
-            [f"{devices} devices, {product} for each replica"],
+            f"`replica_mesh={inside!r}` does not divide the devices into replicas",
+            [f"{devices} devices, {sizes} for each replica"],
             "Every replica needs equally many devices, and the axis 'replica' is the one between replicas.",
-            ["choose sizes whose product divides the number of devices", "name the axes otherwise, 'model' say"],
+            [
+                "choose sizes whose product divides the number of devices",
+                *(fewer if devices > each and devices % each else []),
+                "name the axes otherwise, 'model' say",
+            ],
         )
     )

@@ -69,21 +69,24 @@ def _counts_of_part(part: Part) -> tuple[Any, Any] | None:
 
 
 def valid_rows(rows: int | None = None) -> jax.Array | None:
-    """True for each real row of this replica's batch, False for padding; None if the batch cannot be padded.
+    """True for each real row of this replica's batch, False for padding.
+
+    Args:
+      rows: How many rows the batch has. Left out, the answer is None if the batch cannot be padded: one replica, or a
+        dataset whose batches all divide evenly.
 
     Asking for it is how a step says that it takes care of padding itself:
 
     >>> import replicax as rx, numpy as np
     >>> strategy = rx.OneDeviceStrategy("cpu:0")
     >>> def step(x):
-    ...     mask = rx.valid_rows(x.shape[0])
-    ...     return x.sum() if mask is None else (x * mask).sum()
+    ...     return (x * rx.valid_rows(x.shape[0])).sum()
     >>> float(strategy.run(step, (np.ones(3),)))
     3.0
     """
     counts = valid_counts(rows)
     if counts is None:
-        return None
+        return None if rows is None else jnp.ones(rows, bool)
     size = rows if rows is not None else _current_rows()
     return jnp.arange(size) < counts[0]
 

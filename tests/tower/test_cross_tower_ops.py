@@ -98,10 +98,12 @@ def test_what_cannot_be_reduced_is_refused(ops, call):
     [
         (lambda: tower.AllReduceCrossTowerOps(None), "all_reduce_alg=None"),
         (lambda: tower.AllReduceCrossTowerOps(num_packs=1.5), "num_packs=1.5"),
+        (lambda: tower.AllReduceCrossTowerOps(num_packs=-1), "num_packs=-1"),
+        (lambda: tower.AllReduceCrossTowerOps(agg_small_grads_max_group=-1), "agg_small_grads_max_group=-1"),
         (lambda: tower.AllReduceCrossTowerOps(agg_small_grads_max_bytes="1"), "agg_small_grads_max_bytes='1'"),
         (lambda: tower.ReductionToOneDeviceCrossTowerOps(accumulation_fn="add_n"), "accumulation_fn='add_n'"),
     ],
-    ids=["algorithm", "packs", "bytes", "accumulation"],
+    ids=["algorithm", "packs", "fewer-than-none", "group", "bytes", "accumulation"],
 )
 def test_arguments_that_make_no_sense_are_named(make, word):
     with pytest.raises((ValueError, TypeError), match=word):
@@ -153,6 +155,31 @@ def test_hooks_of_ones_own_are_asked_everywhere():
             lambda x: tower.get_tower_context().merge_call(merge_fn, x), tower.PerDevice((1.0, 5.0))
         ) == 5.0  # fmt: skip
     assert MEAN in ops.asked and SUM in ops.asked
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["compiled", "eager"])
+@pytest.mark.parametrize("base", [tower.ReductionToOneDeviceCrossTowerOps, tower.AllReduceCrossTowerOps])
+def test_an_algorithm_may_be_listened_to(base, eager):
+    class Listening(base):
+        asked = []
+
+        def _reduce(self, aggregation, per_device_value, destinations):
+            self.asked.append(aggregation)
+            return super()._reduce(aggregation, per_device_value, destinations)
+
+    distribution = tower.MirroredStrategy([D0, D1], cross_tower_ops=Listening(), eager=eager)
+
+    def merge_fn(distribution, x):
+        return distribution.batch_reduce("mean", [(x, None), (x, "cpu:0")])
+
+    with distribution.scope():
+        value = tower.PerDevice((1.0, 5.0))
+        assert distribution.reduce("sum", value) == 6.0
+        assert distribution.reduce("max", value) == 5.0
+        inside = distribution.call_for_each_tower(lambda x: tower.get_tower_context().merge_call(merge_fn, x), value)
+
+    assert [float(x) for x in inside] == [3.0, 3.0]
+    assert Listening.asked[:2] == [SUM, rx.ReduceOp.MAX] and set(Listening.asked[2:]) == {MEAN}
 
 
 def test_the_base_class_says_what_to_fill_in():

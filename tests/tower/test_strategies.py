@@ -213,6 +213,11 @@ def test_the_only_worker_of_a_cluster_is_alone():
     assert distribution.worker_devices == [D0]
 
 
+def test_gpus_that_are_not_there_are_refused_in_words():
+    with pytest.raises(rx.DeviceError, match=r"(?s)num_gpus=2 asks for more GPUs.*devices=\[\"cpu:0\", \"cpu:1\"\]"):
+        tower.MirroredStrategy(num_gpus=2)
+
+
 def test_a_negative_number_of_gpus_is_refused():
     for make in (tower.CollectiveAllReduceStrategy, tower.ParameterServerStrategy):
         with pytest.raises(ValueError, match="num_gpus=-1"):

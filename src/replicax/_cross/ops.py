@@ -19,7 +19,7 @@ from replicax._cross.algorithms import AllReduceAlgorithm, HierarchicalAlgorithm
 from replicax._cross.destinations import copies, devices_of, in_order, placement_of, placement_on
 from replicax._cross.packing import Packing
 from replicax._cross.slices import IndexedSlices, is_slices
-from replicax._options import CommunicationOptions, ReduceOp
+from replicax._options import CommunicationOptions, ReduceOp, is_count
 from replicax._placement import Placement
 from replicax._values import PARTS, TRACED, PerReplica, components, lay_out
 
@@ -317,9 +317,10 @@ def chosen(cross_device_ops: CrossDeviceOps | None) -> CrossDeviceOps:
 
 
 def _packing(ops: CrossDeviceOps, num_packs: int) -> Packing:
-    if num_packs < 0:
+    if not is_count(num_packs, at_least=0):
         raise ValueError(
-            f"{type(ops).__name__}(num_packs={num_packs}): num_packs cannot be negative. 0 packs nothing, 1 chooses."
+            f"{type(ops).__name__}(num_packs={num_packs!r}): a whole number, which cannot be negative. 0 packs nothing, "
+            "1 chooses."
         )
     return Packing(num_packs)
 

@@ -118,7 +118,7 @@ class PartitionRules:
     def specs(self, tree: PyTree) -> PyTree:
         """The layout of each leaf of a pytree; its name is its path, as in ``layers/0/kernel``."""
         leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-        named = [(jax.tree_util.keystr(path, simple=True, separator="/"), tuple(leaf.shape)) for path, leaf in leaves]
+        named = [(jax.tree_util.keystr(path, simple=True, separator="/"), np.shape(leaf)) for path, leaf in leaves]
         found = [self._found(name, shape) for name, shape in named]
         unmatched = [pair for pair, spec in zip(named, found, strict=True) if spec is None]
         if unmatched:
@@ -131,7 +131,9 @@ class PartitionRules:
 
         def lay(path: Any, leaf: Any, spec: PartitionSpec) -> jax.Array:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
-            return jax.device_put(leaf, NamedSharding(placement.mesh, fitted(repr(name), spec, leaf.shape, placement)))
+            return jax.device_put(
+                leaf, NamedSharding(placement.mesh, fitted(repr(name), spec, np.shape(leaf), placement))
+            )
 
         return jax.tree_util.tree_map_with_path(lay, tree, self.specs(tree))
 

@@ -54,17 +54,26 @@ class MirroredStrategy(Strategy):
         variables: LayoutPolicy | None = None,
     ) -> None:
         chosen = resolve_all(devices, "`rx.MirroredStrategy(devices=...)`") if devices else local_devices_default()
-        placement = _grid(chosen, replica_mesh) if replica_mesh else place(chosen)
-        if eager and placement.auto_axes:
-            raise _errors.eager_over_several_devices(placement)
+        placement = replicas_of(chosen, replica_mesh, eager=eager)
         super().__init__(placement, eager=eager, cross_device_ops=cross_device_ops, variables=variables)
 
 
-def _grid(devices: Sequence[jax.Device], inside: Mapping[str, int]) -> Placement:
+def replicas_of(devices: Sequence[jax.Device], inside: Mapping[str, int] | None, *, eager: bool) -> Placement:
+    """A replica on each device, or on as many neighbours as the axes `inside` a replica make."""
+    if not inside:
+        return place(devices)
+    check_inside(inside, len(devices))
+    placement = place_grid(devices, dict(inside))
+    if eager and placement.auto_axes:
+        raise _errors.eager_over_several_devices(placement)
+    return placement
+
+
+def check_inside(inside: Mapping[str, int], devices: int) -> None:
+    """Refuses axes inside a replica that do not divide so many devices."""
     if not isinstance(inside, Mapping):
         raise _errors.no_replica_mesh(inside)
     if not all(isinstance(name, str) and is_count(size) for name, size in inside.items()):
         raise _errors.no_replica_mesh(inside)
-    if len(devices) % math.prod(inside.values()) or AXIS in inside:
-        raise _errors.uneven_replica_mesh(inside, len(devices))
-    return place_grid(devices, dict(inside))
+    if devices % math.prod(inside.values()) or AXIS in inside:
+        raise _errors.uneven_replica_mesh(inside, devices)

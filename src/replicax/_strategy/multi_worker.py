@@ -6,13 +6,15 @@ checked, and then refused: what would connect the processes is not built yet.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from replicax._devices import accelerators_or_one_cpu
 from replicax._errors import ClusterError, NotAvailableError, message
 from replicax._options import CommunicationImplementation, CommunicationOptions
-from replicax._placement import place
 from replicax._strategy.base import Strategy
+from replicax._strategy.layout import LayoutPolicy
+from replicax._strategy.mirrored import replicas_of
 from replicax.cluster import ClusterResolver, ClusterSpec, TFConfigClusterResolver, validate_cluster, worker_count
 from replicax.cluster._roles import PS
 
@@ -29,6 +31,8 @@ class MultiWorkerMirroredStrategy(Strategy):
       communication: Only their implementation, as the experimental class of tf.distribute took it; there it came
         first and the resolver second, which works too.
       eager: True runs steps line by line, so that `print` and `pdb` work.
+      replica_mesh: The axes inside a replica of several devices, as in `rx.MirroredStrategy`.
+      variables: How variables lie between steps, likewise.
 
     >>> import replicax as rx
     >>> strategy = rx.MultiWorkerMirroredStrategy()
@@ -45,6 +49,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         *,
         communication: CommunicationImplementation | str | None = None,
         eager: bool = False,
+        replica_mesh: Mapping[str, int] | None = None,
+        variables: LayoutPolicy | None = None,
     ) -> None:
         if isinstance(cluster_resolver, CommunicationImplementation):  # the order of tf.distribute.experimental
             given: tuple[Any, Any] = (communication_options, None)
@@ -54,7 +60,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         resolver, options = _resolver(given[0]), _options(given[1], communication)
         _check_alone(resolver)
         self._resolver = resolver
-        super().__init__(place(accelerators_or_one_cpu()), eager=eager, communication_options=options)
+        placement = replicas_of(accelerators_or_one_cpu(), replica_mesh, eager=eager)
+        super().__init__(placement, eager=eager, communication_options=options, variables=variables)
 
     @property
     def cluster_resolver(self) -> ClusterResolver:

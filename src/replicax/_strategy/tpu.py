@@ -6,10 +6,10 @@ so that a TPU program can be tried on a laptop.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
+import jax
 
 from replicax import _errors
 from replicax._errors import ClusterError, DeviceError, message
@@ -19,6 +19,7 @@ from replicax._strategy import logical, sessions
 from replicax._strategy.base import Strategy
 from replicax._strategy.extended import StrategyExtended
 from replicax._strategy.layout import LayoutPolicy
+from replicax._strategy.mirrored import check_inside
 from replicax.cluster import DeviceAssignment, Topology, TPUClusterResolver, TPUSystemMetadata
 
 _HOST_CPU = "/task:{host}/device:CPU:0"
@@ -35,7 +36,8 @@ class TPUStrategy(Strategy):
         several cores. With True, values can no longer be assigned to one core.
       steps_per_run: How many steps a training loop should take per call of `run_steps`.
       num_cores: Uses only so many cores.
-      variables: How variables lie between steps, as in `rx.MirroredStrategy`.
+      replica_mesh: The axes inside a replica, as in `rx.MirroredStrategy`: the short way to replicas of neighbouring cores.
+      variables: How variables lie between steps, likewise.
       eager: True runs steps line by line, so that `print` and `pdb` work.
       device_assignment: The former name of `experimental_device_assignment`.
 
@@ -57,6 +59,7 @@ class TPUStrategy(Strategy):
         *,
         steps_per_run: int | None = None,
         num_cores: int | None = None,
+        replica_mesh: Mapping[str, int] | None = None,
         variables: LayoutPolicy | None = None,
         eager: bool = False,
         device_assignment: DeviceAssignment | None = None,
@@ -69,7 +72,7 @@ class TPUStrategy(Strategy):
         """How many steps a training loop should take per call of `run_steps`; nothing here asks for it."""
         cluster = self._resolver.cluster_spec()
         self.session_settings = {**sessions.ISOLATED, **({"cluster_def": cluster.as_cluster_def()} if cluster else {})}
-        placement = _placed(self._metadata, assignment, num_cores)
+        placement = _placed(self._metadata, assignment, num_cores, replica_mesh)
         if eager and placement.auto_axes:
             raise _errors.eager_over_several_devices(placement)
         super().__init__(placement, eager=eager, variables=variables)
@@ -231,24 +234,34 @@ def _steps_per_run(given: int | None) -> int:
     return 1 if given is None else given
 
 
-def _placed(metadata: TPUSystemMetadata, assignment: DeviceAssignment | None, cores: int | None) -> Placement:
+def _placed(
+    metadata: TPUSystemMetadata,
+    assignment: DeviceAssignment | None,
+    cores: int | None,
+    inside: Mapping[str, int] | None,
+) -> Placement:
     if assignment is not None:
+        if inside:
+            raise _two_ways_to_group(inside)
         grid = assignment.devices
         if cores is not None and cores != grid.size:
             raise _cores(cores, f"the device assignment has {grid.shape[0]} x {grid.shape[1]}")
-        return _grid(grid)
+        return _grid(grid.reshape(-1).tolist(), {"model": grid.shape[1]})
     if cores is not None and not (is_count(cores) and cores <= metadata.num_cores):
         raise _cores(cores, f"the slice has {metadata.num_cores}")
-    return place(metadata.devices[:cores])
+    devices = metadata.devices[:cores]
+    check_inside(inside or {}, len(devices))
+    return _grid(devices, inside or {})
 
 
-def _grid(grid: np.ndarray) -> Placement:
-    """Replicas of several cores. The axis ``"model"`` is made of one for each prime factor, so that each can be cut."""
-    factors = _prime_factors(grid.shape[1])
-    if not factors:
-        return place(grid[:, 0].tolist())
-    names = ["model"] if len(factors) == 1 else [f"model_{i}" for i in range(len(factors))]
-    return place_grid(grid.reshape(-1).tolist(), dict(zip(names, factors, strict=True)))
+def _grid(devices: Sequence[jax.Device], inside: Mapping[str, int]) -> Placement:
+    """Replicas of several cores. An axis like ``"model"`` is made of one for each prime factor, so that each can be cut."""
+    axes: dict[str, int] = {}
+    for name, size in inside.items():
+        factors = _prime_factors(size)
+        names = [name] if len(factors) == 1 else [f"{name}_{i}" for i in range(len(factors))]
+        axes |= zip(names, factors, strict=True)
+    return place_grid(devices, axes) if axes else place(devices)
 
 
 def _prime_factors(number: int) -> list[int]:
@@ -259,6 +272,13 @@ def _prime_factors(number: int) -> list[int]:
             number //= divisor
         divisor += 1
     return factors
+
+
+def _two_ways_to_group(inside: Mapping[str, int]) -> DeviceError:
+    return DeviceError(
+        f"`rx.TPUStrategy(experimental_device_assignment=..., replica_mesh={inside!r})`: both say which cores form a "
+        "replica. Pass one of them."
+    )
 
 
 def _cores(asked: int, there: str) -> DeviceError:

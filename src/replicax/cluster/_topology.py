@@ -224,7 +224,7 @@ class DeviceAssignment:
         if len(shape) != 3 or shape[2] != topology.mesh_rank:
             raise _bad_argument(
                 "core_assignment",
-                f"an array of shape {shape}",
+                self._core_assignment,
                 f"an array of shape (replicas, cores of a replica, {topology.mesh_rank})",
             )
         self._check_cores()
@@ -537,7 +537,12 @@ def _needs_both() -> TopologyError:
 
 
 def _bad_argument(name: str, given: object, needed: str) -> TopologyError:
-    return TopologyError(message(f"`{name}` must be {needed}", [f"got {given} of type {type(given).__name__}"]))
+    found = (
+        f"an array of shape {given.shape}"
+        if isinstance(given, np.ndarray)
+        else f"{given} of type {type(given).__name__}"
+    )
+    return TopologyError(message(f"`{name}` must be {needed}", [f"got {found}"]))
 
 
 def _unequal_hosts(hosts: list[list[jax.Device]]) -> TopologyError:

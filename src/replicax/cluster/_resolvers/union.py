@@ -41,7 +41,10 @@ class UnionResolver(ClusterResolver):
         task_type: str | None = None,
         task_id: int | None = None,
         rpc_layer: str | None = None,
+        **unknown: object,
     ) -> None:
+        if unknown:
+            raise _unknown_words(unknown)
         strangers: list[object] = [resolver for resolver in resolvers if not isinstance(resolver, ClusterResolver)]
         if strangers:
             raise _not_resolvers(strangers)
@@ -107,6 +110,16 @@ def _not_resolvers(strangers: Sequence[object]) -> ClusterTypeError:
             "`UnionResolver(...)` got arguments that are not resolvers",
             [f"{stranger!r} of type {type(stranger).__name__}" for stranger in strangers],
             instead=["wrap a cluster that you have as data: `SimpleClusterResolver(cluster_spec)`"],
+        )
+    )
+
+
+def _unknown_words(words: Iterable[str]) -> ClusterTypeError:
+    return ClusterTypeError(
+        message(
+            "`UnionResolver(...)` got keyword arguments that it does not have",
+            [f"{word}=" for word in words],
+            instead=["the resolvers by position, and `task_type`, `task_id` or `rpc_layer` for this process"],
         )
     )
 

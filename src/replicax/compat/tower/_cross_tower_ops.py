@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 
@@ -12,7 +11,7 @@ from replicax._cross.algorithms import AllReduceAlgorithm, HierarchicalAlgorithm
 from replicax._cross.destinations import copies, devices_of
 from replicax._cross.ops import Collective, CrossDeviceOps, ReductionToOneDevice
 from replicax._cross.packing import Packing
-from replicax._options import CommunicationOptions, ReduceOp, VariableAggregation
+from replicax._options import CommunicationOptions, ReduceOp, VariableAggregation, is_count
 from replicax._values import PerReplica
 from replicax.compat.tower import _reduce, _refusals
 from replicax.compat.tower._values import combine_items, map_outputs
@@ -21,7 +20,8 @@ from replicax.compat.tower._values import combine_items, map_outputs
 class CrossTowerOps:
     """How the values of towers become one value. Given to a strategy, or called with values by itself.
 
-    To write one, fill in `_reduce`; `_batch_reduce` and `_broadcast` may be filled in too.
+    To write one, fill in `_reduce`; `_batch_reduce` and `_broadcast` may be filled in too. Overridden in one of those that
+    are there, they are asked as well, and may hand on to ``super()``.
 
     >>> from replicax.compat import tower
     >>> class Largest(tower.CrossTowerOps):
@@ -31,8 +31,14 @@ class CrossTowerOps:
     2.0
     """
 
-    def __init__(self) -> None:
-        self._ops: CrossDeviceOps = _Hooks(self)
+    _ops: CrossDeviceOps
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        made = super().__new__(cls)
+        made._ops = _Hooks(made)  # here, as classes of that time do not all call __init__ of this one
+        return made
+
+    def __init__(self) -> None: ...
 
     def reduce(
         self,
@@ -72,19 +78,39 @@ class CrossTowerOps:
         """A copy of one value on each device of `destinations`."""
         return self._ops.broadcast(tensor, destinations)
 
-    def _reduce(self, aggregation: VariableAggregation, per_device_value: PerReplica, destinations: Any) -> Any:
+    def _reduce(self, aggregation: Any, per_device_value: PerReplica, destinations: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__}._reduce(...) says how values are combined.")
 
-    def _batch_reduce(
-        self, aggregation: VariableAggregation, value_destination_pairs: Sequence[tuple[PerReplica, Any]]
-    ) -> list[Any]:
+    def _batch_reduce(self, aggregation: Any, value_destination_pairs: Sequence[tuple[PerReplica, Any]]) -> list[Any]:
         return [self._reduce(aggregation, *pair) for pair in value_destination_pairs]
 
     def _broadcast(self, tensor: Any, destinations: Any) -> Any:
         return CrossDeviceOps.broadcast_implementation(self._ops, tensor, destinations)
 
 
-class ReductionToOneDeviceCrossTowerOps(CrossTowerOps):
+class _Ready(CrossTowerOps):
+    """One with an algorithm of today behind it. A class that overrides a hook of it is asked, inside of steps too."""
+
+    def __init__(self, ready: CrossDeviceOps) -> None:
+        self._ready = ready
+        hooks = ("_reduce", "_batch_reduce", "_broadcast")
+        self._ops = _Hooks(self) if any(self._overrides(hook) for hook in hooks) else ready
+
+    def _overrides(self, hook: str) -> bool:
+        return getattr(type(self), hook) is not getattr(_Ready, hook)
+
+    def _reduce(self, aggregation: Any, per_device_value: PerReplica, destinations: Any) -> Any:
+        op = aggregation if isinstance(aggregation, ReduceOp) else _op(aggregation, None, None)
+        return self._ready.reduce_implementation(op, per_device_value, destinations, CommunicationOptions())
+
+    def _batch_reduce(self, aggregation: Any, value_destination_pairs: Sequence[tuple[PerReplica, Any]]) -> list[Any]:
+        if self._overrides("_reduce"):
+            return super()._batch_reduce(aggregation, value_destination_pairs)
+        op = aggregation if isinstance(aggregation, ReduceOp) else _op(aggregation, None, None)
+        return self._ready.batch_reduce_implementation(op, value_destination_pairs, CommunicationOptions())
+
+
+class ReductionToOneDeviceCrossTowerOps(_Ready):
     """Adds up on one device, always in the order of the towers, and copies the result to where it should go.
 
     Args:
@@ -97,10 +123,10 @@ class ReductionToOneDeviceCrossTowerOps(CrossTowerOps):
         reduce_to_device: jax.Device | str | None = None,
         accumulation_fn: Callable[[list[jax.Array]], jax.Array] | None = None,
     ) -> None:
-        self._ops = ReductionToOneDevice(reduce_to_device, accumulation_fn)
+        super().__init__(ReductionToOneDevice(reduce_to_device, accumulation_fn))
 
 
-class AllReduceCrossTowerOps(CrossTowerOps):
+class AllReduceCrossTowerOps(_Ready):
     """All devices exchange values at the same time.
 
     Args:
@@ -124,11 +150,11 @@ class AllReduceCrossTowerOps(CrossTowerOps):
             "agg_small_grads_max_bytes": agg_small_grads_max_bytes,
             "agg_small_grads_max_group": agg_small_grads_max_group,
         }.items():
-            if not isinstance(number, numbers.Integral):
+            if not is_count(number, at_least=0):
                 raise _refusals.no_whole_number(name, number)
-        packing = Packing(max(num_packs, 0), max(agg_small_grads_max_bytes, 0), max(agg_small_grads_max_group, 0))
+        packing = Packing(num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group)
         algorithm = AllReduceAlgorithm(packing) if all_reduce_alg == "nccl" else HierarchicalAlgorithm(packing)
-        self._ops = Collective(algorithm)
+        super().__init__(Collective(algorithm))
 
 
 class _Hooks(CrossDeviceOps):
@@ -140,12 +166,12 @@ class _Hooks(CrossDeviceOps):
     def reduce_implementation(
         self, reduce_op: ReduceOp, per_replica_value: PerReplica, destinations: Any, options: CommunicationOptions
     ) -> Any:
-        return self._front._reduce(VariableAggregation[reduce_op.name], per_replica_value, destinations)
+        return self._front._reduce(_aggregation(reduce_op), per_replica_value, destinations)
 
     def batch_reduce_implementation(
         self, reduce_op: ReduceOp, value_destination_pairs: Any, options: CommunicationOptions
     ) -> list[Any]:
-        return self._front._batch_reduce(VariableAggregation[reduce_op.name], value_destination_pairs)
+        return self._front._batch_reduce(_aggregation(reduce_op), value_destination_pairs)
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         return self._front._broadcast(tensor, destinations)
@@ -154,6 +180,11 @@ class _Hooks(CrossDeviceOps):
 def as_cross_device_ops(given: Any) -> CrossDeviceOps | None:
     """What a strategy was given to add up with, as the engine takes it."""
     return given._ops if isinstance(given, CrossTowerOps) else given
+
+
+def _aggregation(op: ReduceOp) -> VariableAggregation | ReduceOp:
+    """The word of 2018 for a reduction, if there was one."""
+    return VariableAggregation[op.name] if op.name in VariableAggregation.__members__ else op
 
 
 def _op(aggregation: Any, method_string: Any, reduce_op: Any) -> ReduceOp:

@@ -117,6 +117,18 @@ def no_count(count: Any) -> DeviceError:
     return DeviceError(f"num_gpus={count!r}: say how many GPUs to use, 0 for the CPU.")
 
 
+def too_few_gpus(count: int) -> DeviceError:
+    return DeviceError(
+        message(
+            f"num_gpus={count} asks for more GPUs than this process has",
+            instead=[
+                "num_gpus=0 for one CPU",
+                'name devices: tower.MirroredStrategy(devices=["cpu:0", "cpu:1"]); rx.host.configure makes several CPUs',
+            ],
+        )
+    )
+
+
 def no_algorithm(given: Any) -> ReduceOpError:
     return ReduceOpError(f'AllReduceCrossTowerOps(all_reduce_alg={given!r}): write "nccl" or "hierarchical_copy".')
 

@@ -8,9 +8,11 @@ from typing import Any
 import jax
 
 from replicax._devices import resolve
+from replicax._errors import DeviceError
 from replicax._options import is_count
 from replicax._strategy.central_storage import CentralStorageStrategy as CentralStorage
 from replicax._strategy.destinations import checked_pair
+from replicax._strategy.layout import LayoutPolicy
 from replicax._strategy.mirrored import MirroredStrategy as Mirrored
 from replicax._strategy.multi_worker import several_processes
 from replicax._strategy.one_device import OneDeviceStrategy as OneDevice
@@ -34,6 +36,8 @@ class MirroredStrategy(DistributionStrategy):
       prefetch_on_device: Nothing to choose here; batches are moved while the last one is worked on.
       auto_shard_dataset: Nothing to choose here; one process reads everything.
       eager: True runs towers line by line, so that `print` and `pdb` work.
+      replica_mesh: The axes inside a tower of several devices, as in `rx.MirroredStrategy`.
+      variables: How variables lie between steps, likewise.
     """
 
     def __init__(
@@ -47,6 +51,8 @@ class MirroredStrategy(DistributionStrategy):
         cross_device_ops: Any = None,
         *,
         eager: bool = False,
+        replica_mesh: Mapping[str, int] | None = None,
+        variables: LayoutPolicy | None = None,
     ) -> None:
         if devices is not None and num_gpus is not None:
             raise _refusals.two_ways("MirroredStrategy", "devices", "num_gpus")
@@ -60,7 +66,7 @@ class MirroredStrategy(DistributionStrategy):
         if devices is None and count is not None:
             devices = local_accelerators(count)
         ops = as_cross_device_ops(cross_tower_ops if cross_tower_ops is not None else cross_device_ops)
-        self._over(Mirrored(devices, ops, eager=eager))
+        self._over(Mirrored(devices, ops, eager=eager, replica_mesh=replica_mesh, variables=variables))
 
 
 class OneDeviceStrategy(DistributionStrategy):
@@ -233,4 +239,9 @@ def local_accelerators(count: int) -> list[jax.Device]:
     """The first `count` GPUs of this machine; for 0 its CPU."""
     if not is_count(count, at_least=0):
         raise _refusals.no_count(count)
-    return [resolve(f"/gpu:{i}") for i in range(count)] or [resolve("/cpu:0")]
+    if count == 0:
+        return [resolve("/cpu:0")]
+    try:
+        return [resolve(f"/gpu:{i}") for i in range(count)]
+    except DeviceError as error:
+        raise _refusals.too_few_gpus(count) from error
