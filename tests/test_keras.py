@@ -44,7 +44,8 @@ def make_model(layers=lambda: [BatchNormalization(), Dropout(0.3), Dense(4)], **
     model = keras.Sequential([keras.Input((6,)), *layers()])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
-    model.compile(optimizer, loss, metrics=["accuracy"], weighted_metrics=[], **compiled)
+    accuracy = keras.metrics.SparseCategoricalAccuracy(name="accuracy")  # an object: it has variables from the beginning
+    model.compile(optimizer, loss, metrics=[accuracy], weighted_metrics=[], **compiled)
     return model
 
 
@@ -272,11 +273,11 @@ def test_a_train_step_of_ones_own_and_a_model_built_by_fit():
     same(run(model), run(Doubled()))
 
 
-def test_optimizer_and_build_outside_the_scope():
+def test_optimizer_metrics_and_build_outside_the_scope():
     """As far as Keras is concerned these variables lie on the first device."""
 
     def run(model):
-        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=[keras.metrics.MeanAbsoluteError()])
         model.build((None, 6))
         model.set_weights([np.ones((6, 1)), np.zeros(1)])
         return trained(model, X[:5], Y[:5].astype(np.float32), batch_size=4, shuffle=False)

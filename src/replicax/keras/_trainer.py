@@ -96,7 +96,17 @@ def _under_its_strategy(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _variables(model: Any) -> list[Any]:
     optimizer = getattr(model, "optimizer", None)
-    return [*model.variables, *model.metrics_variables, *(optimizer.variables if optimizer else ())]
+    given = [variable for metric in _metrics_given(model) for variable in metric.variables]
+    return [*model.variables, *model.metrics_variables, *given, *(optimizer.variables if optimizer else ())]
+
+
+def _metrics_given(model: Any) -> list[Any]:
+    """The metrics that `compile` was given as objects: until the first batch Keras lists none of them."""
+    compiled = getattr(model, "_compile_metrics", None)
+    if compiled is None:
+        return []
+    given = keras.tree.flatten((compiled._user_metrics, compiled._user_weighted_metrics))
+    return [metric for metric in given if isinstance(metric, keras.metrics.Metric)]
 
 
 def _lay_out(model: Any, placed: Placed) -> None:
