@@ -44,7 +44,9 @@ def make_model(layers=lambda: [BatchNormalization(), Dropout(0.3), Dense(4)], **
     model = keras.Sequential([keras.Input((6,)), *layers()])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
-    accuracy = keras.metrics.SparseCategoricalAccuracy(name="accuracy")  # an object: it has variables from the beginning
+    accuracy = keras.metrics.SparseCategoricalAccuracy(
+        name="accuracy"
+    )  # an object: it has variables from the beginning
     model.compile(optimizer, loss, metrics=[accuracy], weighted_metrics=[], **compiled)
     return model
 

@@ -270,8 +270,10 @@ def test_a_gradient_of_none_leaves_variable_and_slots_untouched(two):
 
     two.run(lambda: optimizer.apply_gradients([(jnp.ones(2), a), (jnp.ones(2), b)]))
     slots = [slot.numpy() for slot in optimizer.slots]
-    two.run(lambda: optimizer.apply_gradients([(jnp.ones(2), a), (None, b)]))
+    with pytest.warns(UserWarning, match="no gradients for 'b', which stay as they are") as told:
+        two.run(lambda: optimizer.apply_gradients([(jnp.ones(2), a), (None, b)]))
 
+    assert [warning.filename for warning in told] == [__file__]
     assert b.numpy().tolist() == [0.5, 0.5]
     assert a.numpy().tolist() == pytest.approx([-0.45, -0.45])
     changed = [not np.array_equal(slot.numpy(), old) for slot, old in zip(optimizer.slots, slots, strict=True)]

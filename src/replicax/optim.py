@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -175,7 +176,7 @@ class Optimizer:
         """Reduces the gradients over the replicas and updates the variables.
 
         Args:
-          grads_and_vars: Pairs. A gradient of None leaves its variable and its slots untouched.
+          grads_and_vars: Pairs. A gradient of None leaves its variable and its slots untouched, with a warning.
           aggregate: False if the gradients are equal on all replicas already; that is proven, not trusted.
           when: A boolean scalar, equal on all replicas. If False, variables and slots stay as they are.
           extra: Passed on to the transformation's ``update``, for those that want the loss value, say.
@@ -195,6 +196,8 @@ class Optimizer:
         given = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
         if not given:
             raise _no_gradients("apply_gradients")
+        if len(given) < len(pairs):
+            _warn_of_missing_gradients([variable for gradient, variable in pairs if gradient is None])
         gradients = [gradient for gradient, _ in given]
         if aggregate:
             gradients = context.all_reduce(self.gradients, gradients)
@@ -318,6 +321,14 @@ def _no_gradients(call: str) -> ValueError:
     return ValueError(
         f"No gradients provided for any variable: every gradient given to {call} is None. Does the loss depend on the "
         "variables?"
+    )
+
+
+def _warn_of_missing_gradients(variables: list[Variable]) -> None:
+    names = ", ".join(repr(variable.name) for variable in variables)
+    warnings.warn(
+        f"rx.Optimizer.apply_gradients: no gradients for {names}, which stay as they are. Does the loss depend on them?",
+        stacklevel=3,
     )
 
 

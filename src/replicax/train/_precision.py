@@ -99,10 +99,7 @@ class LossScale:
         """
         if not isinstance(optimizer, Optimizer):
             raise _no_optimizer(optimizer)
-        given = list(grads_and_vars)
-        pairs = [(gradient, variable) for gradient, variable in given if gradient is not None]
-        if given and not pairs:
-            optimizer.apply_gradients(given)  # which says what is wrong
+        pairs = list(grads_and_vars)
         context = _context.get_replica_context()
         assert context is not None
         gradients = context.all_reduce(optimizer.gradients, self.unscale([gradient for gradient, _ in pairs]))
