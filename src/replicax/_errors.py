@@ -893,6 +893,24 @@ def wrong_collective(fn: Any, finding: Any) -> LocalityError:
     )
 
 
+def padded_differently(fn: Any, labels: Sequence[str], counts: Sequence[Sequence[int]], rows: int) -> LocalityError:
+    known: dict[tuple[int, ...], str] = {}
+    for label, count in zip(labels, counts, strict=True):
+        known.setdefault(tuple(count), label)
+    return LocalityError(
+        message(
+            f"`{_name(fn)}` combines rows of several batches, of which different ones are real",
+            [f"{label}  {list(count)} of {rows} rows on each replica" for count, label in known.items()],
+            "Its masks are found by what a value was computed from, and here that is more than one batch, or out of sight.",
+            [
+                "take the mean of values that come from one batch, in the step itself: `rx.mean(loss_a) + rx.mean(loss_b)`",
+                "say whose rows you ask about: `rx.valid_rows(images)`",
+                "make them one dataset, of batches that match: `strategy.distribute_dataset(zip(a, b))`",
+            ],
+        )
+    )
+
+
 def averages_padding(fn: Any, site: Any, counts: Any, rows: int) -> LocalityError:
     padded = [
         f"replica {i}  {count} of {rows} rows are real" for i, count in enumerate(map(int, counts)) if count < rows

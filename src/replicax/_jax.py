@@ -73,6 +73,28 @@ trace_context = core.trace_ctx
 no_trace = core.eval_trace
 
 
+def inputs_of(value: Any) -> list[Any]:
+    """The inputs of traces from which `value` was computed, as tracers, seen through gradients and `vmap`.
+
+    A program that is being traced cannot be asked in public where one of its values comes from.
+    """
+    found, seen, left = [], set(), [value]
+    while left:
+        x = left.pop()
+        if id(x) in seen or not isinstance(x, core.Tracer):
+            continue
+        seen.add(id(x))
+        if not isinstance(x, partial_eval.DynamicJaxprTracer):
+            under = getattr(x, "primal", getattr(x, "val", None))
+            (found if under is None else left).append(x if under is None else under)
+        elif x.parent is not None:
+            left.extend(x.parent.in_tracers)
+        else:
+            outside = x._trace.get_const(x)
+            (found if outside is None else left).append(x if outside is None else outside)
+    return found
+
+
 def is_staging() -> bool:
     """Whether operations are recorded into a program instead of carried out (jit, scan, eval_shape; not grad or vmap)."""
     trace = core.trace_ctx.trace

@@ -36,6 +36,7 @@ from jax.core import Tracer
 from replicax import _context, _errors, _jax
 from replicax._context import Kind, Mode
 from replicax._cross import host, in_step
+from replicax._given import Given, GivenRows
 from replicax._locality import Site, call_site
 from replicax._options import CommunicationOptions, ReduceOp, VariableAggregation
 from replicax._placement import AXIS
@@ -93,8 +94,8 @@ class TracedLedger:
         self.cells: dict[Variable, Cell] = {}
         self.stand_ins: dict[int, tuple[Variable, jax.Array]] = {}
         self.writes: dict[Variable, Site] = {}
-        self.masks: list[tuple[int, Any]] = []
-        self.mask_consulted = False
+        self.given = GivenRows(self.placement.replicas, self._sources_of)
+        self.leaf_of: dict[int, int] = {}
         self.trace = _jax.current_trace()
 
     # -- variables
@@ -178,7 +179,7 @@ class TracedLedger:
     def close(self) -> None:
         """Lets go of the trace, which is over; what was learnt stays."""
         self.cells.clear()
-        self.masks.clear()
+        self.given.all.clear()
         self.initial = dict.fromkeys(self.initial)
         self.trace = None
 
@@ -268,12 +269,20 @@ class TracedLedger:
 
     # -- padding
 
-    def valid_counts(self, rows: int | None) -> tuple[Any, Any] | None:
-        for size, mask in self.masks:
-            if rows is None or rows == size:
-                self.mask_consulted = True
-                return mask[0, 0], mask[0, 1]
-        return None
+    def give(self, given: Given, array: Any) -> None:
+        """Enters an argument that has rows."""
+        self.given.all.append(given)
+        self.leaf_of[id(array)] = given.leaf
+
+    def valid_counts(self, rows: int | None, of: Any = None) -> tuple[Any, Any] | None:
+        return self.given.counts(rows, of)
 
     def batch_rows(self) -> int:
-        return self.masks[0][0]
+        return next(given.rows for given in self.given.all if given.mask is not None)
+
+    def _sources_of(self, value: Any) -> set[int] | None:
+        """The arguments with rows from which `value` was computed; None if part of the way cannot be seen."""
+        inputs = _jax.inputs_of(value)
+        if any(x._trace is not self.trace for x in inputs):
+            return None
+        return {self.leaf_of[id(x)] for x in inputs if id(x) in self.leaf_of}

@@ -99,7 +99,7 @@ def valid_and_total(values: jax.Array, call: str) -> tuple[jax.Array | None, Any
     """Which rows of `values` are real and how many the global batch has; (None, None) for a batch without padding."""
     if values.ndim == 0:
         raise _no_rows(call, values)
-    counts = valid_counts(values.shape[0])
+    counts = valid_counts(values)
     if counts is not None:
         return jnp.arange(values.shape[0]) < counts[0], counts[1]
     if valid_counts() is not None:

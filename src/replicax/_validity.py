@@ -44,17 +44,24 @@ def looking_at(part: Part) -> Iterator[None]:
         _thread.parts.pop()
 
 
-def valid_counts(rows: int | None = None) -> tuple[Any, Any] | None:
+def valid_counts(rows: int | jax.Array | None = None) -> tuple[Any, Any] | None:
     """How many rows are real, here and in the whole global batch; None if the step's batch cannot be padded.
 
-    Inside a step, for a batch that came from a distributed dataset. `rows` chooses among batches of different size.
+    Inside a step, for a batch that came from a distributed dataset. `rows` chooses among several batches: their number
+    of rows, or an array computed from the rows of one.
     """
+    rows, of = _length(rows)
     if _thread.parts and rows in (None, _thread.parts[-1].rows):
         return _counts_of_part(_thread.parts[-1])
     mode = _context.current()
     if mode is None or mode.ledger is None:
         return None
-    return mode.ledger.valid_counts(rows)
+    return mode.ledger.valid_counts(rows, of)
+
+
+def _length(rows: Any) -> tuple[int | None, Any]:
+    """The number of rows that was asked about, and the array, if it was one."""
+    return (rows.shape[0], rows) if getattr(rows, "ndim", 0) else (rows, None)
 
 
 def _counts_of_part(part: Part) -> tuple[Any, Any] | None:
@@ -68,12 +75,13 @@ def _counts_of_part(part: Part) -> tuple[Any, Any] | None:
     return here, total * part.rows / part.whole if part.averaged else total
 
 
-def valid_rows(rows: int | None = None) -> jax.Array | None:
+def valid_rows(rows: int | jax.Array | None = None) -> jax.Array | None:
     """True for each real row of this replica's batch, False for padding.
 
     Args:
-      rows: How many rows the batch has. Left out, the answer is None if the batch cannot be padded: one replica, or a
-        dataset whose batches all divide evenly.
+      rows: How many rows the batch has; or, in a step that gets several batches, an array with the rows of the one that is
+        meant. Left out, the answer is None if the batch cannot be padded: one replica, or a dataset whose batches all
+        divide evenly.
 
     Asking for it is how a step says that it takes care of padding itself:
 
@@ -86,8 +94,8 @@ def valid_rows(rows: int | None = None) -> jax.Array | None:
     """
     counts = valid_counts(rows)
     if counts is None:
-        return None if rows is None else jnp.ones(rows, bool)
-    size = rows if rows is not None else _current_rows()
+        return None if rows is None else jnp.ones(_length(rows)[0] or 0, bool)
+    size = _current_rows() if rows is None else _length(rows)[0]
     return jnp.arange(size) < counts[0]
 
 

@@ -202,16 +202,6 @@ def specs(tree: Any) -> list[PartitionSpec]:
     return [PartitionSpec(AXIS) if i in cut else PartitionSpec() for i in range(tree.num_leaves)]
 
 
-def masked_leaves(tree: Any) -> dict[int, int]:
-    """For each leaf that holds rows with a validity mask: the position of the mask's leaf."""
-    numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
-    found = {}
-    for value in jax.tree.leaves(numbered, is_leaf=is_special):
-        if isinstance(value, PerReplica) and value.mask is not None:
-            found[value.data] = value.mask
-    return found
-
-
 def names(fn: Callable[..., Any], tree: Any) -> list[str]:
     """What the user calls each leaf: ``x``, ``batch['image']``; ``0`` where the signature cannot be seen."""
     args, kwargs = jax.tree.unflatten(tree, range(tree.num_leaves))

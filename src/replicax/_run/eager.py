@@ -33,6 +33,7 @@ from jax import lax
 from replicax import _context, _errors, _jax
 from replicax._context import Kind, Mode, ReplicaContext
 from replicax._cross import host, in_step
+from replicax._given import Given, GivenRows, alike, owners, padded
 from replicax._host import dispatch_lock
 from replicax._locality import call_site, differs, origin_of
 from replicax._options import CommunicationOptions, ReduceOp, RunOptions, VariableAggregation
@@ -41,7 +42,7 @@ from replicax._run.arguments import checks, equal, names, refuse_hidden_arrays, 
 from replicax._run.copies import Copies, same_bits
 from replicax._run.operations import EagerArray, EagerTrace, Tape, concrete
 from replicax._run.rendezvous import Call, Rendezvous
-from replicax._values import PARTS, STACKED, PerReplica, _blocks, fits_device, lay_out, regroup
+from replicax._values import PARTS, ROWS, STACKED, PerReplica, _blocks, fits_device, lay_out, regroup
 
 if TYPE_CHECKING:
     from replicax._strategy.base import Strategy
@@ -109,7 +110,7 @@ class EagerRun:
         labels = names(self.fn, tree)
 
         def give(ledger: EagerLedger, leaf: Any, numbers: Any) -> Any:
-            return ledger.take(leaf, next((labels[number] for number in jax.tree.leaves(numbers)), ""))
+            return ledger.take(leaf, numbers, next((labels[number] for number in jax.tree.leaves(numbers)), ""))
 
         return [
             jax.tree.map(functools.partial(give, ledger), (args, kwargs), numbered, is_leaf=_is_per_replica)
@@ -179,8 +180,7 @@ class EagerLedger:
             self._meet,
             lambda: run.meeting.raise_if_cancelled(),
         )
-        self.masks: list[tuple[int, Any]] = []
-        self.mask_consulted = False
+        self.given = GivenRows(run.placement.replicas, _sources_of)
         self._creations: Counter[str] = Counter()
 
     def live(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -195,7 +195,7 @@ class EagerLedger:
         ):
             return fn(*args, **kwargs)
 
-    def take(self, leaf: Any, label: str) -> Any:
+    def take(self, leaf: Any, numbers: Any, label: str) -> Any:
         """One argument of the step, as this replica gets it."""
         state = None
         if isinstance(leaf, PerReplica):
@@ -203,9 +203,12 @@ class EagerLedger:
             if leaf.mask is not None:
                 mask = self.trace.enter(_component(leaf.mask, self, label), state)
                 leaf = _component(leaf.data, self, label)
-                self.masks.append((leaf.shape[0], mask))
-                return self.trace.enter(leaf, state, has_rows=True)
-            leaf = _component(leaf, self, label)
+                self.given.all.append(Given(numbers.data, leaf.shape[0], mask, numbers.mask, label))
+                return self.trace.enter(leaf, state, has_rows=True, leaf=numbers.data)
+            form, leaf = leaf.form, _component(leaf, self, label)
+            if form == ROWS:
+                self.given.all.append(Given(numbers.data, leaf.shape[0], label=label))
+                return self.trace.enter(leaf, state, leaf=numbers.data)
         if isinstance(leaf, np.ndarray) and fits_device(leaf.dtype):
             leaf = jnp.array(leaf)  # a copy: the user may fill his buffer again
         elif isinstance(leaf, _NUMBERS) and not isinstance(leaf, bool):
@@ -327,15 +330,11 @@ class EagerLedger:
         call = Call(what, call_site(), brought)
         return self.run.meeting.meet(self.index, call, functools.partial(work, self.run.placement))
 
-    def valid_counts(self, rows: int | None) -> tuple[Any, Any] | None:
-        for size, mask in self.masks:
-            if rows is None or rows == size:
-                self.mask_consulted = True
-                return mask[0, 0], mask[0, 1]
-        return None
+    def valid_counts(self, rows: int | None, of: Any = None) -> tuple[Any, Any] | None:
+        return self.given.counts(rows, of)
 
     def batch_rows(self) -> int:
-        return self.masks[0][0]
+        return padded(self.given.all)[0].rows
 
     # -- across replicas
 
@@ -422,7 +421,7 @@ class Results:
         self._differs, self._masks = [False] * len(self._columns), [None] * len(self._columns)
         if run.placement.replicas > 1:
             self._differs = self._localities()
-        if run.ledgers[0].masks:
+        if padded(run.ledgers[0].given.all):
             self._masks = self._row_masks()
 
     def merged(self) -> PyTree:
@@ -464,14 +463,44 @@ class Results:
         run = self._run
         results = [parts[0] if _is_array(parts[0]) else 0 for parts in self._columns]
         rows = run.tape.analyse_rows([*results, *map(run.copies.last, run.copies.written)])
-        size, _ = run.ledgers[0].masks[0]
-        masks = [concrete(ledger.masks[0][1]) for ledger in run.ledgers]
-        counts = np.concatenate([np.asarray(mask)[:, 0] for mask in masks])
+        given = run.ledgers[0].given
         site = next((site for site in rows.reduced if site is not None), None)
-        if site is not None and not run.ledgers[0].mask_consulted and (counts < size).any():
-            raise _errors.averages_padding(run.fn, site, counts, size)
-        mask = lay_out(run.placement, masks).data
-        return [mask if axis == 0 else None for axis in rows.axis[: len(results)]]
+        for each in padded(given.all):
+            counts = self._counts(each.mask_leaf)
+            if site is not None and not given.asked and (counts < each.rows).any():
+                raise _errors.averages_padding(run.fn, site, counts, each.rows)
+        numbers = [self._mask_of(part) if axis == 0 else None for part, axis in zip(results, rows.axis, strict=False)]
+        for group in given.alike:
+            counts = [[group.rows] * len(run.ledgers) if i is None else self._counts(i).tolist() for i in group.masks]
+            if any(count != counts[0] for count in counts):
+                raise _errors.padded_differently(run.fn, group.labels, counts, group.rows)
+        masks = {i: lay_out(run.placement, self._parts(i)).data for i in set(numbers) - {None}}
+        return [masks.get(i) for i in numbers]
+
+    def _mask_of(self, result: Any) -> int | None:
+        given = self._run.ledgers[0].given
+        found = owners([each for each in given.all if each.rows == result.shape[0]], result.given)
+        if len(found) > 1:
+            given.alike.add(alike(found))
+        return next((each.mask_leaf for each in padded(found)), None)
+
+    def _counts(self, mask: int | None) -> np.ndarray:
+        """The real rows of each replica of this process."""
+        return np.concatenate([np.asarray(part)[:, 0] for part in self._parts(mask)])
+
+    def _parts(self, mask: int | None) -> list[Any]:
+        return [
+            concrete(next(given.mask for given in ledger.given.all if given.mask_leaf == mask))
+            for ledger in self._run.ledgers
+        ]
+
+
+def _sources_of(value: Any) -> set[int] | None:
+    """The leaves of the call with rows from which `value` was computed; None if that cannot be seen."""
+    inputs = _jax.inputs_of(value)
+    if not all(isinstance(x, EagerArray) for x in inputs):
+        return None
+    return {leaf for x in inputs for leaf in x.given}
 
 
 def _thread_like_this_one() -> Callable[[], None]:

@@ -50,12 +50,16 @@ class EagerArray(_jax.Tracer):
     """An array of one replica. What can be asked of an array can be asked of it, and is answered by its value."""
 
     # The names must not be those of methods that arrays have, such as `var`.
-    __slots__ = ("concrete", "atom")
+    __slots__ = ("concrete", "atom", "given")
 
-    def __init__(self, trace: EagerTrace, concrete: jax.Array, atom: Any = None) -> None:
+    def __init__(
+        self, trace: EagerTrace, concrete: jax.Array, atom: Any = None, given: frozenset[int] = frozenset()
+    ) -> None:
         super().__init__(trace, jax.typeof(concrete))
         self.concrete = concrete
         self.atom = atom
+        self.given = given
+        """The leaves of the call with rows that it was computed from."""
 
     def to_concrete_value(self) -> Any:
         return self.concrete
@@ -160,11 +164,14 @@ class EagerTrace(_jax.Trace):
         self._check = check
         self._copies: dict[int, tuple[jax.Array, jax.Array]] = {}
 
-    def enter(self, value: Any, state: _locality.State = _locality.MIRRORED, has_rows: bool = False) -> EagerArray:
+    def enter(
+        self, value: Any, state: _locality.State = _locality.MIRRORED, has_rows: bool = False, leaf: int | None = None
+    ) -> EagerArray:
         """An array from outside, as an array of this replica."""
         with _jax.outside_of_traces():
             value = jax.device_put(value, self.device)
-        return EagerArray(self, value, self.tape and self.tape.enter(value, state, has_rows))
+        given = frozenset() if leaf is None else frozenset({leaf})
+        return EagerArray(self, value, self.tape and self.tape.enter(value, state, has_rows), given)
 
     def process_primitive(self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /) -> Any:
         self._check()
@@ -175,7 +182,11 @@ class EagerTrace(_jax.Trace):
             found = jax.device_put(np.int32(self.replica), self.device)
         else:
             found = self._meet(_what(primitive, params), functools.partial(_together, primitive, params), operands)
-        results = [self._array(x) for x in (found if primitive.multiple_results else [found])]
+        given = frozenset().union(*(arg.given for arg in args if isinstance(arg, EagerArray)))
+        results = [
+            EagerArray(self, x, given=given) if isinstance(x, jax.Array) else x
+            for x in (found if primitive.multiple_results else [found])
+        ]
         if self.tape is not None:
             self.tape.record(primitive, params, args, results)
         return results if primitive.multiple_results else results[0]
@@ -197,9 +208,6 @@ class EagerTrace(_jax.Trace):
 
     def cur_qdd(self, x: Any) -> Any:
         return x.cur_qdd()
-
-    def _array(self, x: Any) -> Any:
-        return EagerArray(self, x) if isinstance(x, jax.Array) else x
 
     def _here(self, x: Any) -> Any:
         """An operand on this replica's device. Arrays that the step captured are copied once."""

@@ -18,13 +18,14 @@ from jax.core import Tracer
 
 from replicax import _context, _errors, _jax
 from replicax._context import Kind
+from replicax._given import Alike
 from replicax._host import dispatch_lock
 from replicax._locality import warn_user
 from replicax._placement import Placement
 from replicax._run import arguments, central, emit, trace
 from replicax._run.captured import Captured
 from replicax._run.trace import Memory, Step
-from replicax._values import PerReplica, uniform
+from replicax._values import PerReplica, _blocks, uniform
 from replicax._variables import storage
 
 if TYPE_CHECKING:
@@ -72,11 +73,13 @@ class Program:
         self._divided = self.placement.apart
         """Whether the update is carried out by a program of its own, where the variables are."""
         self._returns_statics = False
-        self._averages_padding = False
+        self._minds_padding = False
         self._exports = -1
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with dispatch_lock:
+            if self._minds_padding:
+                self._look_at_masks(args, kwargs)
             if (
                 self._exports != storage.Exports.count
                 or not self._simple
@@ -113,8 +116,6 @@ class Program:
         from inside a transformation."""
         _refuse_foreign_trace(self._written, self._read)
         self._take_back_exports()
-        if self._averages_padding:
-            self._refuse_padding(args, kwargs)
         donated, rest = self._split_donated(args)
         if self.donate:
             arguments.refuse_donated_twice(self.fn, donated, (args, kwargs))
@@ -210,14 +211,35 @@ class Program:
             raise error
         return after
 
-    def _refuse_padding(self, args: PyTree, kwargs: PyTree) -> None:
-        for value in jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, PerReplica)):
-            if isinstance(value, PerReplica) and value.mask is not None:
-                mask = np.asarray(value.mask)
-                rows = value.data.shape[0] // self.placement.replicas
+    def _look_at_masks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuses batches whose padding this step would count as data."""
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        step = self._steps.get(self._key(leaves, tree))
+        if step is None or not (step.averaged or step.alike):
+            return
+        size = len(leaves) // step.times
+        for batch in (leaves[i : i + size] for i in range(0, len(leaves), size)):
+            if step.averaged is not None:
+                self._refuse_padding(step.averaged, batch)
+            for group in step.alike:
+                self._refuse_unlike(group, batch)
+
+    def _refuse_padding(self, averaged: trace.Averaged, leaves: list[Any]) -> None:
+        asked = [leaves[i] for i in averaged.asked]
+        for number, rows in averaged.masks:
+            if not any(leaves[number] is mask for mask in asked):
+                mask = _here(leaves[number])
                 if (mask[:, 0] < rows).any() or mask[:, 2].any():
-                    sites = [step.averages_padding for step in self._steps.values() if step.averages_padding]
-                    raise _errors.averages_padding(self.fn, sites[0], mask[:, 0], rows)
+                    raise _errors.averages_padding(self.fn, averaged.site, mask[:, 0], rows)
+
+    def _refuse_unlike(self, group: Alike, leaves: list[Any]) -> None:
+        masks = [None if i is None else leaves[i] for i in group.masks]
+        if all(mask is masks[0] for mask in masks) or any(isinstance(mask, Tracer) for mask in masks):
+            return
+        full = [group.rows] * len(self.placement.local_replicas)
+        counts = [full if mask is None else _here(mask)[:, 0].tolist() for mask in masks]
+        if any(count != counts[0] for count in counts):
+            raise _errors.padded_differently(self.fn, group.labels, counts, group.rows)
 
     # -- calls of a new kind
 
@@ -253,13 +275,13 @@ class Program:
         if len(self._steps) == MANY_TRACES:
             warn_user(_errors.many_traces(self.fn, list(self._steps)))
         self._returns_statics |= any(result.output is None for result in step.results)
-        self._averages_padding |= step.averages_padding is not None
+        self._minds_padding |= step.averaged is not None or bool(step.alike)
         written = dict.fromkeys([*self._written, *step.written])
         read = [v for v in dict.fromkeys([*self._read, *step.variables]) if v not in written]
         grown = len(written) != len(self._written) or read != self._read
         self._written, self._read = list(written), read
         resting = all(self._rests_here(v) for v in [*self._written, *self._read])
-        self._simple = resting and not self.donate and not self._averages_padding and not self._divided
+        self._simple = resting and not self.donate and not self._divided
         if self._hoist(step) or grown or self._compiled is _unseen:
             self._compiled = self._build()
         self._take_back_exports()
@@ -383,6 +405,11 @@ def _refuse_foreign_trace(written: Sequence[Variable], read: Sequence[Variable])
 
 def _unseen(*args: Any) -> Any:
     raise _Unseen
+
+
+def _here(mask: jax.Array) -> np.ndarray:
+    """The part of a mask that is about the replicas of this process."""
+    return np.concatenate([np.asarray(block) for block in _blocks(mask)])
 
 
 def _is_large(source: Any) -> bool:

@@ -200,13 +200,6 @@ def _carried_out(strategy: Strategy, fn: Callable[..., Any], batches: tuple[Any,
             yield loop(group, {})
 
 
-@dataclasses.dataclass(frozen=True)
-class Repeated(Step):
-    """A step that one program carries out several times."""
-
-    times: int = 1
-
-
 class _Mixed(Exception):
     """The batches cannot be one program: they differ in structure, shape or type. `groups` can be one each."""
 
@@ -233,13 +226,10 @@ class Loop(Program):
         step = self._known.get(keys[0])
         if step is None:
             step = self._known[keys[0]] = super()._trace(first, kwargs)
-        if len(args) == 1:
-            return step
-        parts = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
-        return Repeated(**parts, times=len(args))
+        return dataclasses.replace(step, times=len(args))
 
     def _emit(self, step: Step, arrays: dict[Variable, Any], constants: list[Any], leaves: list[Any]) -> Any:
-        if not isinstance(step, Repeated):
+        if step.times == 1:
             return super()._emit(step, arrays, constants, leaves)
         size = len(leaves) // step.times
         columns = [tuple(leaves[i::size]) for i in range(size)]
@@ -249,12 +239,11 @@ class Loop(Program):
         return self._finished(step, arrays, results, new, leaves[-size:])
 
     def _initialise(self, step: Step, leaves: list[Any]) -> None:
-        times = step.times if isinstance(step, Repeated) else 1
-        super()._initialise(step, leaves[: len(leaves) // times])
+        super()._initialise(step, leaves[: len(leaves) // step.times])
 
 
 def _repeat(
-    step: Repeated, placement: Placement, values: Sequence[Any], cut: Sequence[bool], written: Sequence[Any]
+    step: Step, placement: Placement, values: Sequence[Any], cut: Sequence[bool], written: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
     """Carries out `step` for each batch: the last one's results, and the new values of the variables.
 

@@ -27,10 +27,11 @@ from jax.sharding import PartitionSpec
 
 from replicax import _context, _errors, _locality
 from replicax._context import Kind, Mode, ReplicaContext
+from replicax._given import Alike, Given, alike, owners, padded
 from replicax._ledger import Restart, TracedLedger
 from replicax._placement import AXIS
 from replicax._run import arguments
-from replicax._values import STACKED, TRACED, PerReplica, is_per_replica
+from replicax._values import ROWS, STACKED, TRACED, PerReplica, is_per_replica
 
 if TYPE_CHECKING:
     from replicax._strategy.base import Strategy
@@ -62,6 +63,17 @@ class Result:
 
 
 @dataclasses.dataclass(frozen=True)
+class Averaged:
+    """Padding that counts as data, in a step given a short batch."""
+
+    site: _locality.Site
+    masks: tuple[tuple[int, int], ...]
+    """Of each argument whose rows were combined: the number of its mask among the leaves, and its rows."""
+    asked: frozenset[int]
+    """The masks that were asked for. Arguments that share one of them are taken care of."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Step:
     """A traced step: pure, for one replica, in terms of arrays."""
 
@@ -80,9 +92,13 @@ class Step:
     mirrored_reduces: frozenset[int]
     row_masks: tuple[int | None, ...]
     """For each result: the argument leaf that holds its validity mask, if it still has the row axis."""
-    averages_padding: _locality.Site | None
-    """Where rows were combined although nobody asked which of them are real."""
+    averaged: Averaged | None
+    """Rows that were combined although nobody asked which of them are real."""
+    alike: tuple[Alike, ...]
+    """Arguments that must be padded alike."""
 
+    times: int = 1
+    """How often one program carries it out, each time for another batch."""
     created: tuple[Variable, ...] = ()
     """Variables that this trace made from traced values ..."""
     initial: Any = None
@@ -169,6 +185,7 @@ class _Recording:
         self.results = [self._result(leaf, arrays) for leaf in leaves]
         self.outputs = len(arrays)
         self.written = tuple(ledger.writes)
+        self.given = list(ledger.given.all)
         outputs = arrays + [ledger.final(v) for v in self.written] + list(ledger.initial.values())
         ledger.close()
         return outputs
@@ -176,18 +193,21 @@ class _Recording:
     def _arguments(self, leaves: list[Any]) -> Any:
         """The local leaves as the function expects them, with the validity masks bound to the ledger."""
 
-        def open_up(leaf: Any) -> Any:
+        def open_up(leaf: Any, numbers: Any) -> Any:
             if isinstance(leaf, arguments.Static):
                 return leaf.value
             if not isinstance(leaf, PerReplica):
                 return leaf
-            if leaf.mask is not None:
-                self.ledger.masks.append((leaf.data.shape[0], leaf.mask))
+            if leaf.form == ROWS or leaf.mask is not None:
+                label = labels[numbers.data]
+                self.ledger.give(Given(numbers.data, leaf.data.shape[0], leaf.mask, numbers.mask, label), leaf.data)
             data = leaf.data[0] if leaf.form == STACKED else leaf.data
             return data if self.kind is Kind.REPLICA else PerReplica(data, TRACED)
 
+        labels = arguments.names(self.fn, self.tree)
         tree = jax.tree.unflatten(self.tree, leaves)
-        return jax.tree.map(open_up, tree, is_leaf=arguments.is_special)
+        numbered = jax.tree.unflatten(self.tree, range(len(leaves)))
+        return jax.tree.map(open_up, tree, numbered, is_leaf=arguments.is_special)
 
     def _result(self, leaf: Any, arrays: list[Any]) -> Result:
         if isinstance(leaf, PerReplica) and leaf.form != TRACED:
@@ -216,11 +236,12 @@ class _Recording:
             mirrored_reduces = analysis.mirrored_reduces
         if made:
             jaxpr = jaxpr.replace(outvars=jaxpr.outvars[:-made])
-        row_masks, averages_padding = self._rows(jaxpr, sources)
+        row_masks, averaged = self._rows(jaxpr, sources)
         cut = frozenset(i for i, spec in enumerate(in_specs) if spec == PartitionSpec(AXIS))
         return Step(
             jaxpr, tuple(sources), tuple(self.results), self.out_tree, cut, self.written, differs,
-            tuple(self.wrapped), mirrored_reduces, row_masks, averages_padding, tuple(self.ledger.initial), initial,
+            tuple(self.wrapped), mirrored_reduces, row_masks, averaged, tuple(self.ledger.given.alike),
+            created=tuple(self.ledger.initial), initial=initial,
         )  # fmt: skip
 
     def _sources(self, closed: Any, equation: Any) -> list[Source]:
@@ -263,17 +284,54 @@ class _Recording:
             if origin is not None:
                 raise _errors.per_replica_initial_value(self.fn, variable, origin)
 
-    def _rows(self, jaxpr: Any, sources: Sequence[Source]) -> tuple[tuple[int | None, ...], _locality.Site | None]:
-        """Which results still have the row axis of a padded batch, and whether padding was averaged."""
-        masked = arguments.masked_leaves(self.tree)
-        if not masked:
+    def _rows(self, jaxpr: Any, sources: Sequence[Source]) -> tuple[tuple[int | None, ...], Averaged | None]:
+        """Which results still have the row axis of a padded batch, and what padding was averaged."""
+        short = padded(self.given)
+        if not short:
             return (None,) * self.outputs, None
-        row_inputs = [0 if s.kind == ARGUMENT and s.item in masked else None for s in sources]
-        rows = _locality.analyse_rows(jaxpr, row_inputs)
-        mask = next(iter(masked.values()))
-        carries = tuple(mask if rows.axis[i] == 0 else None for i in range(self.outputs))
+        rows = _follow(jaxpr, sources, short)
+        origins = _origins(jaxpr, sources)
+        carries = tuple(
+            self._mask_of(jaxpr.outvars[i].aval.shape[0], origins[i]) if rows.axis[i] == 0 else None
+            for i in range(self.outputs)
+        )
+        asked = frozenset(self.ledger.given.asked)
+        unasked = [given for given in short if given.mask_leaf not in asked]
+        if asked and unasked:
+            rows = _follow(jaxpr, sources, unasked)
         site = next((site for site in rows.reduced if site is not None), None)
-        return carries, None if self.ledger.mask_consulted else site
+        if site is None or not unasked:
+            return carries, None
+        return carries, Averaged(site, tuple((given.mask_leaf or 0, given.rows) for given in unasked), asked)
+
+    def _mask_of(self, rows: int, origins: frozenset[int]) -> int | None:
+        """The mask of a result that was computed from these leaves, among others."""
+        found = owners([given for given in self.given if given.rows == rows], origins)
+        if len(found) > 1:
+            self.ledger.given.alike.add(alike(found))
+        return next((given.mask_leaf for given in padded(found)), None)
+
+
+def _follow(jaxpr: Any, sources: Sequence[Source], given: Sequence[Given]) -> _locality.Rows:
+    leaves = {each.leaf for each in given}
+    return _locality.analyse_rows(jaxpr, [0 if s.kind == ARGUMENT and s.item in leaves else None for s in sources])
+
+
+def _origins(jaxpr: Any, sources: Sequence[Source]) -> list[frozenset[int]]:
+    """For each output: the argument leaves from which it was computed."""
+    nothing: frozenset[int] = frozenset()
+    known = {
+        var: frozenset({source.item})
+        for var, source in zip(jaxpr.invars, sources, strict=True)
+        if source.kind == ARGUMENT
+    }
+
+    def origins(atom: Any) -> frozenset[int]:
+        return nothing if hasattr(atom, "val") else known.get(atom, nothing)
+
+    for eqn in jaxpr.eqns:
+        known.update(dict.fromkeys(eqn.outvars, nothing.union(*map(origins, eqn.invars))))
+    return list(map(origins, jaxpr.outvars))
 
 
 def site_of(error: BaseException) -> _locality.Site | None:
