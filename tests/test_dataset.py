@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import json
 import threading
 
@@ -23,7 +24,10 @@ from replicax._input.distribute import (
     make_input_fn_iterator,
     make_numpy,
 )
+from replicax._input.feed import Feed
 from replicax._input.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
+from replicax._input.sources import Pass, as_source
+from replicax._input.steps import GlobalSteps, Padding
 from replicax._placement import place_grid
 from replicax._strategy.base import Strategy
 
@@ -291,6 +295,84 @@ def test_a_run_resumed_on_other_replicas_goes_on_with_the_same_rows(rows, size, 
 
     expected = [sum(element, []) for element in all_parts(mirrored(before), iterator)]
     assert [sum(element, []) for element in all_parts(mirrored(after), resumed)] == expected
+
+
+class OfOneProcess(Feed):
+    """What one of several processes would send to its devices, left on the host."""
+
+    def __init__(self, replicas, readers):
+        super().__init__(mirrored(replicas).placement)
+        self.readers = readers
+
+    def mask(self, split, short_ahead=False):
+        return np.insert(split.mask(), 2, short_ahead, axis=1)[list(self.readers)]
+
+    def _send(self, blocks):
+        return blocks
+
+
+def in_processes(make, replicas, cuts):
+    """A pass of each process, whose replicas are those between two cuts."""
+    edges = [0, *sorted({cut for cut in cuts if cut < replicas}), replicas]
+    feeds = [OfOneProcess(replicas, tuple(range(*edge))) for edge in itertools.pairwise(edges)]
+    return [GlobalSteps(Pass(as_source(make())), feed, Padding(3)) for feed in feeds]
+
+
+def read_together(processes):
+    """The rows of each batch, as the processes have them between them; their blocks must be alike."""
+    while elements := [element() for steps in processes if (element := steps.read()) is not None]:
+        assert len(elements) == len(processes)
+        if not isinstance(elements[0], rx.PerReplica):  # a single replica
+            yield np.asarray(elements[0]).tolist()
+            continue
+        counts = [(len(x.mask), len(x.data) // len(x.mask)) for x in elements]
+        assert len({block for _, block in counts}) == 1
+        blocks = [
+            (block, mask) for x in elements for block, mask in zip(np.split(x.data, len(x.mask)), x.mask, strict=True)
+        ]
+        rows = [row for block, (valid, _, _) in blocks for row in block[:valid].tolist()]
+        assert {total for _, (_, total, _) in blocks} == {len(rows)}
+        yield rows
+
+
+SOURCES = {
+    "arrays": lambda rows, size, seed: batched(rows, size, shuffle=seed, epochs=2),
+    "files": lambda rows, size, seed: data.from_files(
+        range(0, rows, 5), lambda start: np.arange(start, min(start + 5, rows)), size, seed, epochs=2
+    ),
+    "list": lambda rows, size, seed: [np.arange(start, min(start + size, rows)) for start in range(0, rows, size)],
+    "function": lambda rows, size, seed: lambda: iter(SOURCES["list"](rows, size, seed)),
+}
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(SOURCES)),
+    rows=st.integers(1, 24),
+    size=st.integers(1, 9),
+    seed=st.integers(0, 99),
+    replicas=st.tuples(st.integers(1, 8), st.integers(1, 8)),
+    cuts=st.tuples(st.sets(st.integers(1, 7)), st.sets(st.integers(1, 7))),
+    pick=st.data(),
+)
+def test_any_processes_have_every_row_once_and_any_others_go_on(kind, rows, size, seed, replicas, cuts, pick):
+    def make():
+        return SOURCES[kind](rows, size, seed)
+
+    batches = [batch.tolist() for batch in (make()() if kind == "function" else make())]
+    (first, second), (cuts_before, cuts_after) = replicas, cuts
+    before = in_processes(make, first, cuts_before)
+    read = read_together(before)
+    stop = pick.draw(st.integers(0, len(batches)))
+
+    seen = list(itertools.islice(read, stop))
+    states = [json.loads(json.dumps(steps.get_state())) for steps in before]
+    after = in_processes(make, second, cuts_after)
+    for steps in after:
+        steps.set_state(states[0])
+
+    assert seen + list(read_together(after)) == batches
+    assert all(state == states[0] for state in states)
 
 
 def test_a_resumed_short_batch_has_the_shape_it_would_have_had():
