@@ -92,11 +92,10 @@ def valid_rows(rows: int | jax.Array | None = None) -> jax.Array | None:
     >>> float(strategy.run(step, (np.ones(3),)))
     3.0
     """
-    counts = valid_counts(rows)
+    counts, (size, _) = valid_counts(rows), _length(rows)
     if counts is None:
-        return None if rows is None else jnp.ones(_length(rows)[0] or 0, bool)
-    size = _current_rows() if rows is None else _length(rows)[0]
-    return jnp.arange(size) < counts[0]
+        return None if size is None else jnp.ones(size, bool)
+    return jnp.arange(_current_rows() if size is None else size) < counts[0]
 
 
 def _current_rows() -> int:
