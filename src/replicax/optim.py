@@ -307,11 +307,11 @@ def _assign(variable: Variable, value: Any, when: Any) -> None:
 
 
 def _no_transformation(given: Any, call: str) -> TypeError:
-    name = getattr(given, "__name__", None)
+    name = getattr(given, "__name__", repr(given)[:60])
     return TypeError(
         _errors.message(
             f"`{call}` takes an Optax transformation",
-            [f"transform  {type(given).__name__}" + f"  {name}" * (name is not None)],
+            [f"transform  {name}, a {type(given).__name__}"],
             instead=["`optax.sgd(0.1)`", "a schedule is the learning rate of one: `optax.sgd(schedule)`"],
         )
     )
