@@ -310,8 +310,8 @@ def _no_transformation(given: Any, call: str) -> TypeError:
     name = getattr(given, "__name__", repr(given)[:60])
     return TypeError(
         _errors.message(
-            f"`{call}` takes an Optax transformation",
-            [f"transform  {name}, a {type(given).__name__}"],
+            f"`{call}` got {name} where it takes an Optax transformation",
+            [f"transform  {type(given).__name__}"],
             instead=["`optax.sgd(0.1)`", "a schedule is the learning rate of one: `optax.sgd(schedule)`"],
         )
     )
