@@ -11,7 +11,7 @@ from types import CodeType
 from typing import Any
 
 import jax
-from jax._src import array, config, core, distributed, source_info_util, xla_bridge
+from jax._src import array, config, core, distributed, dtypes, source_info_util, xla_bridge
 from jax._src.interpreters import partial_eval
 
 
@@ -108,6 +108,16 @@ def is_staging() -> bool:
 def jit_disabled() -> bool:
     """Whether `jax.disable_jit()` is in force; its public spelling looks the flag up by name, in microseconds."""
     return config.disable_jit.value
+
+
+def stands_for(kind: type, value: Callable[[Any], Any]) -> None:
+    """Lets JAX's functions take objects of class `kind`: they compute with ``value(x)``, asked for where they are called.
+
+    The protocol `__jax_array__` does as much for operators and a few functions; jitted ones, which most of `jax.numpy` are,
+    refuse such objects (jax 0.10).
+    """
+    core.pytype_aval_mappings[kind] = lambda x: core.typeof(value(x))
+    dtypes.register_canonicalize_value_handler(kind, value)
 
 
 ConcreteArray = array.ArrayImpl

@@ -330,3 +330,5 @@ for _name in "add sub mul truediv floordiv mod pow matmul and or xor".split():
     setattr(Variable, f"__r{_name}__", _forward(f"__r{_name}__"))
 for _name in "lt le gt ge".split():
     setattr(Variable, f"__{_name}__", _forward(f"__{_name}__"))
+
+_jax.stands_for(Variable, operator.attrgetter("value"))
