@@ -569,6 +569,42 @@ def a_step_that_failed_before_it_was_mended(b):
     return b.s.run(step)
 
 
+@right(1 - 0.1 * MEAN / 2 + 0.5)
+def a_variable_as_an_array_of_jitted_functions(b):
+    def step(x):
+        gradient = jax.grad(lambda w: (jnp.square(w) * x).sum() / 4)(b.w)
+        finite = jnp.isfinite(b.w).all()
+        b.w.assign(jnp.where(finite, b.w - 0.1 * me().all_reduce("mean", gradient), b.w) + jnp.minimum(b.w, 0.5))
+
+    b.s.run(step, (b.x,))
+    return jnp.asarray(b.w)
+
+
+@right(20.0)
+def a_variable_as_an_argument_of_a_foreign_jit(b):
+    double = jax.jit(lambda w: 2 * w.sum())
+    before = double(b.w)
+    b.w.assign(b.w * 1.5)
+    return before + double(b.w)
+
+
+@right(4.0)
+def a_gradient_through_a_jitted_function_of_a_variable(b):
+    gradient = b.s.run(lambda: rx.grad(lambda: jnp.sum(jax.nn.relu(b.w)), [b.w])())
+    return jnp.sum(gradient[0])
+
+
+@right(X[0].sum())
+def a_value_per_replica_that_was_captured_and_is_computed_with(b):
+    apart = b.s.run(lambda: (b.x * 2 - b.x)[0:4] @ jnp.ones(4))
+    return b.s.experimental_local_results(apart)[0]
+
+
+@right(2.0)
+def what_a_value_per_replica_lacks_is_asked_for(b):
+    return 2.0 - hasattr(b.x, "shape") - hasattr(b.x, "no_such_thing")
+
+
 @pytest.mark.parametrize(("program", "expected"), RIGHT)
 def test_is_accepted_and_right(program, expected):
     np.testing.assert_allclose(np.asarray(program(Bench())), expected, rtol=1e-6, atol=1e-6)

@@ -376,7 +376,7 @@ def a_value_per_replica_as_one_array(b):
     jnp.sin(b.x)
 
 
-@wrong(TypeError, "unsupported operand")
+@wrong(TypeError, "strategy.run(fn, args=(value,))")
 def arithmetic_on_a_value_per_replica(b):
     b.x + 1
 
@@ -642,6 +642,149 @@ def components_asked_for_inside_a_jit(b):
     jax.jit(lambda x: b.s.experimental_local_results(x)[0])(b.x)
 
 
+def result(b):
+    return b.s.run(lambda x: x.sum(), (b.x,))
+
+
+@wrong(rx.LocalityError, 'strategy.reduce("mean", value)')
+def a_result_in_a_python_condition(b):
+    print("good" if result(b) < 3.0 else "bad")
+
+
+@wrong(TypeError, 'strategy.reduce("mean", value)')
+def a_result_as_a_python_number(b):
+    float(result(b))
+
+
+@wrong(ValueError, 'strategy.reduce("mean", value)')
+def a_result_in_a_formatted_text(b):
+    print(f"loss {result(b):.3f}")
+
+
+@wrong(rx.LocalityError, 'strategy.reduce("mean", value)')
+def a_result_added_to_a_total(b):
+    total = 0.0
+    total += result(b)
+
+
+@wrong(AttributeError, "item", "strategy.")
+def a_method_of_arrays_on_a_result(b):
+    result(b).item()
+
+
+@wrong(rx.LocalityError, "strategy.experimental_local_results(value)")
+def an_element_of_a_result(b):
+    result(b)[0]
+
+
+@wrong(rx.LocalityError, 'strategy.reduce("mean", value)')
+def a_result_inside_a_foreign_jit(b):
+    jax.jit(lambda r: r + 1)(result(b))
+
+
+@wrong(rx.StaticArgumentError, "left behind", "variable.assign(x)")
+def a_value_kept_from_an_earlier_step(b):
+    kept = []
+    b.s.run(lambda x: kept.append(x.sum()), (b.x,))
+
+    def step(x):
+        return kept[0] + x  # HERE
+
+    b.s.run(step, (b.x,))
+
+
+@wrong(rx.StaticArgumentError, "left behind")
+def a_value_kept_from_a_loop_body(b):
+    def step(x):
+        kept = []
+        lax.scan(lambda total, row: (total + row, kept.append(row)), 0.0, x)
+        return kept[0] + 1  # HERE
+
+    b.s.run(step, (b.x,))
+
+
+@wrong(rx.StaticArgumentError, "jnp.where(mask, x, 0)")
+def elements_picked_by_a_mask(b):
+    def step(x):
+        return x[x > 1].sum()  # HERE
+
+    b.s.run(step, (b.x,))
+
+
+@wrong(rx.StaticArgumentError, "jax.debug.print")
+def a_number_formatted_while_it_is_traced(b):
+    def step(x):
+        print(f"{x.sum():.2f}")  # HERE
+
+    b.s.run(step, (b.x,))
+
+
+@wrong(rx.ContextError, 'jax.lax.pmean(x, "replica")')
+def an_axis_from_a_program_for_pmap(b):
+    def step(x):
+        return lax.pmean(x, "batch")  # HERE
+
+    b.s.run(step, (b.x,))
+
+
+@wrong(rx.ContextError, "jax.vmap")
+def a_pmap_inside_a_step(b):
+    def step(x):
+        return jax.pmap(lambda row: row * 2)(x[None])  # HERE
+
+    b.s.run(step, (b.x,))
+
+
+@wrong(TypeError, "variable.assign(variable.value.at[index].set(x))")
+def an_item_of_a_variable_is_assigned(b):
+    b.w[0] = 1.0
+
+
+@wrong(rx.VariableError, "x is no array and no number", "x = None")
+def nothing_is_assigned(b):
+    def step():
+        b.w.assign(None)
+
+    b.s.run(step)
+
+
+@wrong(rx.VariableError, "jnp.broadcast_to(x, variable.shape)")
+def a_scalar_is_assigned_to_a_vector(b):
+    b.w.assign(1.0)
+
+
+@wrong(rx.LocalityError, "a second time", "summed or averaged before at")
+def summed_by_hand_and_by_an_optimizer_that_runs_line_by_line(b):
+    b.s = rx.MirroredStrategy(jax.devices()[:2], eager=True)
+    with b.s.scope():
+        w = rx.Variable(jnp.ones(4), name="w")
+    optimizer = rx.Optimizer(optax.sgd(0.1), gradients="sum")
+
+    def step(x):
+        gradient = me().all_reduce("sum", jax.grad(lambda v: (v * x).sum())(w.value))
+        optimizer.apply_gradients([(gradient, w)])  # HERE
+
+    b.s.run(step, (b.x,))
+
+
+@wrong(rx.LocalityError, "a second time")
+def a_sum_of_a_sum_in_a_merge_function_that_runs_line_by_line(b):
+    def step(x):
+        total = me().all_reduce("sum", x)
+        return me().merge_call(lambda strategy, v: strategy.reduce("sum", v), (total,))  # HERE
+
+    b.s.run(step, (b.x,), options=rx.RunOptions(eager=True))
+
+
+@wrong(rx.LocalityError, "mirrored variable 'w'", "the replica id was read")
+def noise_per_replica_in_a_step_that_runs_line_by_line(b):
+    def step():
+        noise = jax.random.normal(me().replica_key(jax.random.key(0)), (4,))
+        b.w.assign(noise)  # HERE
+
+    b.s.run(step, options=rx.RunOptions(eager=True))
+
+
 @wrong(rx.ContextError, "strategy.lower(...) inside a replica")
 def lowering_inside_a_replica(b):
     b.s.run(lambda: b.s.lower(lambda: 1))
@@ -662,6 +805,28 @@ def test_is_refused_before_it_runs(program, error, says):
         if "# HERE" in line:
             assert f"{__file__}:{start + i}" in text
     assert bench.unchanged()
+
+
+def test_messages_speak_of_collectives_as_users_write_them():
+    bench = Bench()
+
+    def step(x):
+        return lax.cond(x.sum() > 0, lambda: me().all_reduce("mean", x), lambda: x)
+
+    with pytest.raises(rx.LocalityError, match=r'lets replicas meet \(all_reduce\("mean"\)\)'):
+        bench.s.run(step, (bench.x,))
+
+
+def test_what_jax_says_of_a_kept_value_names_the_users_function():
+    bench, kept = Bench(), []
+
+    def keeping_step(x):
+        kept.append(x.sum())
+
+    bench.s.run(keeping_step, (bench.x,))
+
+    with pytest.raises(jax.errors.UnexpectedTracerError, match=f"keeping_step at {__file__}"):
+        kept[0] + 1
 
 
 def test_there_are_enough_of_them():

@@ -19,9 +19,11 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import jax
+from jax import lax
 
 from replicax import _errors
 from replicax._options import CommunicationOptions, ReduceOp
+from replicax._placement import AXIS
 
 if TYPE_CHECKING:
     from replicax._strategy.base import Strategy
@@ -438,7 +440,7 @@ class ReplicaContext:
         The key passed in is the same everywhere, so what is drawn from it directly is mirrored.
         """
         self._require("replica_key")
-        return jax.random.fold_in(key, self.replica_id_in_sync_group)
+        return jax.random.fold_in(key, self._replica_id or 0 if self._ledger is None else lax.axis_index(AXIS))
 
     def _require(self, what: str) -> None:
         mode = current()

@@ -68,6 +68,10 @@ class VariableError(ReplicaxError, ValueError):
     """A variable was created, read or assigned in a way that its synchronization and aggregation do not allow."""
 
 
+class VariableTypeError(VariableError, TypeError):
+    """A variable was given something that is no array, or used as a list."""
+
+
 class OutOfRangeError(ReplicaxError, IndexError):
     """The dataset has no further element."""
 
@@ -669,6 +673,80 @@ def traced_value_used(fn: Any, error: Exception, site: Any) -> StaticArgumentErr
     )
 
 
+def formatted(fn: Any, error: Exception, site: Any) -> StaticArgumentError:
+    return StaticArgumentError(
+        message(
+            f"`{_name(fn)}` writes a number as text at {site}",
+            [str(error).split("\n", 1)[0]],
+            "A compiled step is traced with abstract values: there is no number yet.",
+            [
+                'jax.debug.print("{:.2f}", x), which prints when the step runs',
+                "look at it line by line: strategy.run(step, ..., options=rx.RunOptions(eager=True))",
+            ],
+        )
+    )
+
+
+def boolean_index(fn: Any, error: Exception, site: Any) -> StaticArgumentError:
+    return StaticArgumentError(
+        message(
+            f"`{_name(fn)}` picks elements by a mask at {site}",
+            [str(error).split("\n", 1)[0]],
+            "How many there are is not known while the step is traced, and every array of a compiled step has one shape.",
+            [
+                "jnp.where(mask, x, 0) keeps the shape",
+                "x.sum(where=mask), x.mean(where=mask) leave the others out",
+                "look at it line by line: strategy.run(step, ..., options=rx.RunOptions(eager=True))",
+            ],
+        )
+    )
+
+
+def unknown_axis(fn: Any, error: Exception, site: Any) -> ContextError:
+    return ContextError(
+        message(
+            f"`{_name(fn)}` speaks over an axis that does not exist at {site}",
+            [str(error).split(".", 1)[0]],
+            "A step runs over one axis of replicas; only `jax.vmap(..., axis_name=...)` adds another.",
+            [
+                'rx.get_replica_context().all_reduce("mean", x)',
+                'jax.lax.pmean(x, "replica"): the axis is called "replica"',
+            ],
+        )
+    )
+
+
+def devices_of_its_own(fn: Any, error: Exception, site: Any) -> ContextError:
+    return ContextError(
+        message(
+            f"`{_name(fn)}` spreads work over devices by itself at {site}",
+            [str(error).split("\n", 1)[0]],
+            "A step is one replica's work, on its own devices; jax.pmap and jax.shard_map would take others.",
+            [
+                "jax.vmap does several things at once on one replica",
+                'rx.get_replica_context().all_reduce("sum", x) speaks with the other replicas',
+                "rx.MirroredStrategy(replica_mesh={...}) gives each replica several devices",
+            ],
+        )
+    )
+
+
+def leaked(fn: Any, site: Any, made: str) -> StaticArgumentError:
+    return StaticArgumentError(
+        message(
+            f"`{_name(fn)}` uses a value that another trace has left behind" + (f" at {site}" if site else ""),
+            [f"it was made at {made}"] if made else [],
+            "While a step, a loop body or a branch is traced there are no numbers, only their descriptions, and those mean "
+            "nothing after it. Something (a list, an attribute, a global) has kept one.",
+            [
+                "return the value and pass it on as an argument",
+                "keep it in a variable: variable.assign(x) in one step, variable.value in the next",
+                "record it when the step runs: jax.debug.callback(history.append, x)",
+            ],
+        )
+    )
+
+
 def many_traces(fn: Any, keys: Sequence[Any]) -> str:
     shapes = [" ".join(f"{dtype}{list(shape)}" for shape, dtype, _ in avals) for _, avals in keys]
     return message(
@@ -737,12 +815,42 @@ def traced_initial_value(name: str, value: Any) -> VariableError:
 
 
 def assigned_shape(variable: Any, array: Any, method: str) -> VariableError:
+    new, old = array.shape, variable.shape
+    if len(new) <= len(old) and all(a in (1, b) for a, b in zip(reversed(new), reversed(old), strict=False)):
+        instead = "jnp.broadcast_to(x, variable.shape)"
+    elif array.size == variable.size:
+        instead = "x.reshape(variable.shape)"
+    else:
+        instead = "bring x to the variable's shape first: x.mean(axis=0), say"
     return VariableError(
         message(
             f"`{variable.name}.{method}(x)`: x has another shape than the variable",
-            [f"variable {list(variable.shape)}", f"x        {list(array.shape)}"],
+            [f"variable {list(old)}", f"x        {list(new)}"],
             "A variable keeps its shape; nothing is broadcast silently.",
-            ["jnp.broadcast_to(x, variable.shape)"],
+            [instead],
+        )
+    )
+
+
+def assigned_no_array(variable: Any, value: Any, method: str, error: Exception) -> VariableTypeError:
+    return VariableTypeError(
+        message(
+            f"`{variable.name}.{method}(x)`: x is no array and no number",
+            [f"x = {_short(value)}", str(error).split("\n", 1)[0]],
+            instead=[f"an array of shape {list(variable.shape)}"],
+        )
+    )
+
+
+def variable_item_assigned(variable: Any) -> VariableTypeError:
+    return VariableTypeError(
+        message(
+            f"`{variable.name}[...] = x`: a variable does not support item assignment",
+            why="Its value is an array of JAX, which never changes; the variable takes another one.",
+            instead=[
+                "variable.assign(variable.value.at[index].set(x))",
+                "variable.scatter_update(rx.IndexedSlices(x, indices)), for rows",
+            ],
         )
     )
 
@@ -873,6 +981,7 @@ def wrong_collective(fn: Any, finding: Any) -> LocalityError:
         return LocalityError(
             message(
                 f"`{_name(fn)}` sums a value over the replicas a second time at {finding.site}",
+                [f"it was summed or averaged before at {origin.site}"] if origin and origin.site else [],
                 why="It was computed from a sum or mean over replicas and nothing per-replica since: another sum "
                 "multiplies it by the number of replicas.",
                 instead=["drop one of the two reductions", 'use "mean" in the second, which leaves it as it is'],
@@ -881,7 +990,7 @@ def wrong_collective(fn: Any, finding: Any) -> LocalityError:
     became = f"it became per-replica at {origin.site}: {origin.why}" if origin and origin.site else ""
     return LocalityError(
         message(
-            f"`{_name(fn)}` lets replicas meet ({finding.primitive}) at {finding.site}, inside a branch or loop whose "
+            f"`{_name(fn)}` lets replicas meet ({finding.spoken}) at {finding.site}, inside a branch or loop whose "
             "condition differs between replicas",
             [became] if became else [],
             "Replicas that do not take the branch would never arrive and the others would wait for ever.",

@@ -219,6 +219,13 @@ class outside_of_traces:
         core.trace_ctx.set_axis_env(self.axes)
 
 
+def made_at(tracer: Any) -> str | None:
+    """The user's line that computed an abstract value; JAX tells it in one of its messages only."""
+    info = getattr(tracer, "_line_info", None)
+    frame = None if info is None else source_info_util.user_frame(info.traceback)
+    return None if frame is None else f"{frame.file_name}:{frame.start_line}"
+
+
 def named_axis(name: str, size: int) -> Any:
     """A context manager inside which collectives over `name` can be written, for `size` participants."""
     return core.extend_axis_env_nd([(name, size)])

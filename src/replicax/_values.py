@@ -113,12 +113,16 @@ _OF_NUMBERS = [
 ]
 
 
-def _refuse(value: PerReplica, *others: Any) -> Any:
-    raise _errors.per_replica_as_array(value)
+def _forward(name: str) -> Callable[..., Any]:
+    def method(self: PerReplica, *others: Any) -> Any:
+        return getattr(self.__jax_array__(), name)(*others)
+
+    method.__name__ = name
+    return method
 
 
-for _name in _OF_NUMBERS:  # what one tries first with the loss that a step gave
-    setattr(PerReplica, _name, _refuse)
+for _name in _OF_NUMBERS:  # refused where one tries them first, with the loss that a step gave; right inside a replica
+    setattr(PerReplica, _name, _forward(_name))
 
 
 def is_per_replica(x: Any) -> bool:

@@ -201,7 +201,7 @@ class Optimizer:
         gradients = [gradient for gradient, _ in given]
         if aggregate:
             gradients = context.all_reduce(self.gradients, gradients)
-        replica = context.replica_id_in_sync_group
+        replica = context._replica_id  # not the property: an eager run trusts a step less that looks at it
         update = Mode(
             context.strategy, Kind.UPDATE, None if mode is None else mode.ledger,
             update_id=replica if isinstance(replica, int) else None,

@@ -27,6 +27,13 @@ def mark_of(eqn: JaxprEqn) -> str | None:
     return name if name.startswith((REDUCE, GATHER, ASSERT)) else None
 
 
+def spoken(name: str) -> str:
+    """What the user calls the collective that goes by this name in the program."""
+    if name.startswith(REDUCE):
+        return f'all_reduce("{name.removeprefix(REDUCE).split("_")[0]}")'
+    return "all_gather" if name.startswith(GATHER) else f"lax.{name}"
+
+
 def reduction_kind(eqn: JaxprEqn) -> str | None:
     """sum, mean, min, max or first if this equation is one of our reductions, else None."""
     mark = mark_of(eqn)

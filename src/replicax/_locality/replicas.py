@@ -32,7 +32,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
-from replicax._locality.marks import ASSERT, REDUCE, mark_of, reduction_kind
+from replicax._locality.marks import ASSERT, REDUCE, mark_of, reduction_kind, spoken
 from replicax._locality.sites import Site
 from replicax._locality.states import MIRRORED, Differs, Mirrored, Origin, State
 from replicax._locality.walk import Scope, Walk, is_backward, is_differentiated, is_transformed
@@ -49,6 +49,11 @@ class Finding:
     origin: Origin | None
     """Where the condition became per-replica, or where the value was reduced before."""
     primitive: str
+
+    @property
+    def spoken(self) -> str:
+        """The collective in the user's words."""
+        return spoken(self.primitive)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -35,7 +36,7 @@ from replicax._context import Kind, Mode, ReplicaContext
 from replicax._cross import host, in_step
 from replicax._given import Given, GivenRows, alike, owners, padded
 from replicax._host import dispatch_lock
-from replicax._locality import call_site, differs, origin_of
+from replicax._locality import Finding, Mirrored, Site, State, call_site, differs, origin_of
 from replicax._options import CommunicationOptions, ReduceOp, RunOptions, VariableAggregation
 from replicax._placement import AXIS, Placement
 from replicax._run.arguments import checks, equal, names, refuse_hidden_arrays, refuse_unrun, refuse_unusable
@@ -59,7 +60,8 @@ def run(
     """Runs `fn` once per replica, each on a thread of its own, and merges what they return."""
     if _jax.trace_context.trace is not _jax.no_trace:
         raise _errors.eager_under_transformation(fn)
-    with dispatch_lock:
+    name = getattr(fn, "__name__", type(fn).__name__)
+    with dispatch_lock, jax.profiler.TraceAnnotation(name):
         return EagerRun(strategy, fn, options.concurrent).carry_out(args, kwargs)
 
 
@@ -78,6 +80,8 @@ class EagerRun:
         self.initial: list[tuple[Variable, Any]] = []
         self.known: dict[int, tuple[PerReplica, Sequence[Any]]] = {}
         """The replicas' own arrays behind the per-replica values that were shown to code across replicas."""
+        self.summed: list[tuple[Site, Any]] = []
+        """What replica 0 brought to each sum that code across replicas took, and where."""
         self.ledgers = [EagerLedger(self, index) for index in range(len(self.placement.local_replicas))]
         self.copies = Copies(strategy, [ledger.trace for ledger in self.ledgers])
         self.meeting = Rendezvous(len(self.ledgers), concurrent)
@@ -348,6 +352,9 @@ class EagerLedger:
         """`strategy.reduce` in code across replicas."""
         strategy, laid = self.strategy, [self._laid(value) for value in values]
         merged = strategy.communication_options.merge(options)
+        if op is ReduceOp.SUM:
+            shown = (self.run.known.get(id(leaf)) for leaf in jax.tree.leaves(values, is_leaf=_is_per_replica))
+            self.run.summed += [(call_site(), parts[0]) for _, parts in filter(None, shown)]
         with jax.disable_jit(False):
             reduced = host.reduce(strategy.cross_device_ops, strategy.placement, op, laid, axes, merged)
         return jax.device_put(reduced, self.trace.device)
@@ -445,18 +452,25 @@ class Results:
         results = [parts[0] if _is_array(parts[0]) else 0 for parts in self._columns]
         written = [variable for variable in run.copies.written if not variable.on_read]
         values = [run.copies.last(variable) for variable in written] + [initial for _, initial in run.initial]
-        analysis = run.tape.analyse([*results, *values], run.placement.replicas)
+        summed = [value for _, value in run.summed]
+        analysis = run.tape.analyse([*results, *values, *summed], run.placement.replicas)
         if not run.asked_who:
-            for finding in analysis.findings:
+            for finding in chain(analysis.findings, self._summed_twice(analysis.outs[len(results) + len(values) :])):
                 raise _errors.wrong_collective(run.fn, finding)
         origins = [origin_of(state) for state in analysis.outs]
         for variable, origin in zip(written, origins[len(results) :], strict=False):
             if origin is not None:
                 raise _errors.unreduced_write(run.fn, variable, run.copies.written[variable], origin)
-        for (variable, _), origin in zip(run.initial, origins[len(results) + len(written) :], strict=True):
+        for (variable, _), origin in zip(run.initial, origins[len(results) + len(written) :], strict=False):
             if origin is not None:
                 raise _errors.per_replica_initial_value(run.fn, variable, origin)
         return [origin is not None for origin in origins[: len(results)]]
+
+    def _summed_twice(self, states: Sequence[State]) -> Iterator[Finding]:
+        """Sums that merge functions took, of what is a sum already. They are on no replica's tape."""
+        for (site, _), state in zip(self._run.summed, states, strict=True):
+            if isinstance(state, Mirrored) and state.reduced is not None:
+                yield Finding("double-reduce", site, state.reduced, "rx_reduce_sum")
 
     def _row_masks(self) -> list[Any]:
         """For each result that still has the rows of a padded batch: which of them are real."""

@@ -41,7 +41,7 @@ from jax.extend import core as jex
 from jax.sharding import PartitionSpec
 
 from replicax import _errors, _jax, _locality
-from replicax._locality.marks import GATHER, REDUCE
+from replicax._locality.marks import spoken
 from replicax._placement import AXIS, Placement
 from replicax._values import STACKED, PerReplica, components, lay_out
 
@@ -227,12 +227,7 @@ def _crosses(primitive: Any, params: dict[str, Any]) -> bool:
 
 
 def _what(primitive: Any, params: dict[str, Any]) -> str:
-    name = params.get("name", "")
-    if primitive.name == "jit" and name.startswith(REDUCE):
-        return f'all_reduce("{name.removeprefix(REDUCE)}")'
-    if primitive.name == "jit" and name.startswith(GATHER):
-        return "all_gather"
-    return f"lax.{primitive.name}"
+    return spoken(params["name"] if primitive.name == "jit" else primitive.name)
 
 
 def _together(primitive: Any, params: dict[str, Any], placement: Placement, brought: list[list[Any]]) -> list[Any]:

@@ -17,15 +17,18 @@ results differ between replicas. `program.py` makes a compiled program of it.
 from __future__ import annotations
 
 import dataclasses
+import re
 import traceback
+import types
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from replicax import _context, _errors, _locality
+from replicax import _context, _errors, _jax, _locality
 from replicax._context import Kind, Mode, ReplicaContext
 from replicax._given import Alike, Given, alike, owners, padded
 from replicax._ledger import Restart, TracedLedger
@@ -126,7 +129,7 @@ def trace(strategy: Strategy, fn: Callable[..., Any], kind: Kind, args: Any, kwa
         try:
             closed = jax.make_jaxpr(
                 jax.shard_map(
-                    recording.body,
+                    _called_as(fn, recording.body),
                     mesh=strategy.placement.mesh,
                     in_specs=(in_specs,),
                     out_specs=PartitionSpec(),
@@ -137,11 +140,44 @@ def trace(strategy: Strategy, fn: Callable[..., Any], kind: Kind, args: Any, kwa
             break
         except Restart as restart:
             memory.referenced.add(restart.variable)
-        except TypeError as error:
-            if not isinstance(error, _CONCRETE_NEEDED) and "concrete value" not in str(error):
+        except (TypeError, IndexError, NameError, ValueError) as error:
+            explained = _explained(fn, error)
+            if explained is None:
                 raise
-            raise _errors.traced_value_used(fn, error, site_of(error)) from error
+            raise explained from error
     return recording.step(closed, in_specs)
+
+
+def _called_as(fn: Callable[..., Any], body: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[Any]]:
+    """`body`, which JAX's messages then name as the user's function."""
+
+    def call(leaves: list[Any]) -> list[Any]:
+        return body(leaves)
+
+    if isinstance(fn, (types.FunctionType, types.MethodType)):
+        call.__wrapped__ = fn  # type: ignore[attr-defined]
+    return call
+
+
+def _explained(fn: Callable[..., Any], error: Exception) -> Exception | None:
+    """What JAX says about a step that cannot be traced, with what to write instead; None for what needs no more words."""
+    text, site = str(error), site_of(error)
+    if isinstance(error, jax.errors.UnexpectedTracerError):
+        return _errors.leaked(fn, site, next(iter(_MADE_AT.findall(text)), ""))
+    if isinstance(error, jax.errors.NonConcreteBooleanIndexError):
+        return _errors.boolean_index(fn, error, site)
+    if isinstance(error, NameError) and "unbound axis name" in text:
+        return _errors.unknown_axis(fn, error, site)
+    if isinstance(error, ValueError) and "context mesh" in text:
+        return _errors.devices_of_its_own(fn, error, site)
+    if isinstance(error, TypeError) and "Tracer.__format__" in text:
+        return _errors.formatted(fn, error, site)
+    if isinstance(error, _CONCRETE_NEEDED) or isinstance(error, TypeError) and "concrete value" in text:
+        return _errors.traced_value_used(fn, error, site)
+    return None
+
+
+_MADE_AT = re.compile(r"was created on line (\S+?:\d+)")
 
 
 @dataclasses.dataclass
@@ -255,6 +291,8 @@ class _Recording:
                 sources.append(Source(ARGUMENT, arguments_at[atom]))
             else:
                 value = constants[atom]
+                if isinstance(value, Tracer) and _jax.trace_context.trace is _jax.no_trace:
+                    raise _errors.leaked(self.fn, _first_use(equation, atom), str(_jax.made_at(value) or ""))
                 known = self.ledger.stand_ins.get(id(value))
                 sources.append(Source(VARIABLE, known[0]) if known else Source(CONSTANT, value))
         return sources
@@ -332,6 +370,14 @@ def _origins(jaxpr: Any, sources: Sequence[Source]) -> list[frozenset[int]]:
     for eqn in jaxpr.eqns:
         known.update(dict.fromkeys(eqn.outvars, nothing.union(*map(origins, eqn.invars))))
     return list(map(origins, jaxpr.outvars))
+
+
+def _first_use(equation: Any, operand: Any) -> _locality.Site | None:
+    """The user's line that first computes with an operand of the traced step."""
+    body = equation.params["jaxpr"]
+    inside = body.invars[equation.invars.index(operand)]
+    uses = (eqn for eqn in body.eqns if any(atom is inside for atom in eqn.invars))
+    return next((site for eqn in uses if (site := _locality.user_site(eqn)) is not None), None)
 
 
 def site_of(error: BaseException) -> _locality.Site | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer
 
@@ -64,7 +65,12 @@ def rest(variable: Variable, value: jax.Array) -> jax.Array:
 
 def checked(variable: Variable, value: Any, method: str) -> jax.Array:
     """`value` as an array of the variable's dtype and shape."""
-    array = jnp.asarray(value)
+    try:
+        array = jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, _errors.ReplicaxError) or isinstance(value, (jax.Array, np.ndarray)):
+            raise
+        raise _errors.assigned_no_array(variable, value, method, error) from error
     if array.dtype != variable.dtype:
         if jnp.issubdtype(array.dtype, jnp.complexfloating) and not jnp.issubdtype(variable.dtype, jnp.complexfloating):
             raise _errors.assigned_dtype(variable, array, method)

@@ -283,6 +283,9 @@ class Variable(Scatters, metaclass=_Creating):
     def __getitem__(self, index: Any) -> jax.Array:
         return self.value[index]
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise _errors.variable_item_assigned(self)
+
     def __bool__(self) -> bool:
         return bool(self.value)
 
