@@ -16,6 +16,13 @@ HEAD = """\
 Every name in the documents of four releases, and its name here. The page is made from `docs/port/names.toml`.
 """
 
+LATER = """\
+## What needs several processes
+
+These names are there and do what one process can do: describe a cluster and check it, or work on the devices of this machine.
+Given a cluster of several processes they raise `rx.NotAvailableError`, which says what is missing.
+"""
+
 
 def render(table: dict[str, Any]) -> str:
     """The page for a table, one section for each era."""
@@ -28,6 +35,9 @@ def render(table: dict[str, Any]) -> str:
             if row["era"] == era
         ]
         lines.append("")
+    lines += [LATER, "| then | will come with |", "|---|---|"]
+    lines += dict.fromkeys(f"| `{row['old']}` | `{row['later']}` |" for row in table["name"] if "later" in row)
+    lines.append("")
     return "\n".join(lines)
 
 

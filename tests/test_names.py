@@ -6,6 +6,7 @@ import enum
 import functools
 import importlib
 import inspect
+import json
 import tomllib
 import types
 from collections.abc import Callable
@@ -13,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+import replicax as rx
+from replicax.compat import tower
 
 REPOSITORY = Path(__file__).parents[1]
 ROWS = tomllib.loads((REPOSITORY / "docs" / "port" / "names.toml").read_text())["name"]
@@ -174,6 +178,28 @@ def text_of(name: str, source: str) -> str:
             found.append(pieces.pop(piece))
             waiting += mentions[piece]
     return "\n".join(found)
+
+
+CLUSTER = {"worker": ["a:1", "b:1"], "ps": ["c:1"]}
+NEED_PROCESSES = {
+    "replicax.compat.tower.CollectiveAllReduceStrategy": lambda make: make().configure(None, CLUSTER, "worker", 0),
+    "replicax.compat.tower.CollectiveAllReduceStrategy.configure": lambda configure: configure(
+        tower.CollectiveAllReduceStrategy(), cluster_spec=CLUSTER, task_type="worker", task_id=1
+    ),
+    "replicax.compat.tower.ParameterServerStrategy": lambda make: make(0, CLUSTER, "worker", 0),
+    "replicax.compat.tower.run_standard_tensorflow_server": lambda run: run(),
+    "replicax.experimental.ParameterServerStrategy": lambda make: make(),
+    "replicax.Server": lambda make: make(CLUSTER, "ps"),
+}
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if "later" in row], ids=ids)
+def test_what_needs_several_processes_says_what_it_will_come_with(row, monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": CLUSTER, "task": {"type": "ps", "index": 0}}))
+
+    with pytest.raises(rx.NotAvailableError) as error:
+        NEED_PROCESSES[row["new"]](find(row["new"]))
+    assert f"`{row['later']}`" in str(error.value)
 
 
 # The checks above, on things that are made here.

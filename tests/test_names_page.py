@@ -26,9 +26,12 @@ def test_the_page_is_up_to_date(make_names):
 
 
 def test_every_row_is_on_the_page(make_names):
-    page = make_names.render(TABLE).splitlines()
+    page, later = (part.splitlines() for part in make_names.render(TABLE).split(make_names.LATER))
 
     assert len([line for line in page if line.startswith("| `")]) == len(ROWS)
+    assert len([line for line in later if line.startswith("| `")]) == len(
+        {row["old"] for row in ROWS if "later" in row}
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,4 +61,4 @@ def test_a_row_is_well_formed(row):
     assert row["kind"] in KINDS
     assert row["new"].split(".")[0] == "replicax"
     assert "parameters" not in row or row["kind"] in ("function", "method")
-    assert row.keys() - {"parameters", "keywords"} == {"era", "kind", "old", "new", "test"}
+    assert row.keys() - {"parameters", "keywords", "later"} == {"era", "kind", "old", "new", "test"}

@@ -59,7 +59,10 @@ def _refuse(cls: type[_Unavailable]) -> NoReturn:
 class ParameterServerStrategy(_Unavailable):
     """Asynchronous training with variables on server processes. Not available yet."""
 
-    _missing = "What is missing are the processes that hold the variables, and the coordinator that hands out the work."
+    _missing = (
+        "What is missing are the processes that hold the variables, and the coordinator that hands out the work. They will "
+        "come with `rx.ParameterServerStrategy`."
+    )
     _instead = (
         "keep variables in one place, with synchronous replicas in one process: "
         "`rx.experimental.CentralStorageStrategy()`",

@@ -131,7 +131,8 @@ def several_processes(call: str, cluster: ClusterSpec, processes: int) -> NotAva
         message(
             f"`{call}` is not available yet for several processes",
             [f"{processes} processes train: {cluster}"],
-            "What is missing is what starts their collectives and notices when one of them is gone.",
+            "What is missing is what starts their collectives and notices when one of them is gone. It will come with "
+            "`rx.MultiWorkerMirroredStrategy`.",
             [
                 "use the devices of this process: `rx.MirroredStrategy()`",
                 "leave the cluster out (unset TF_CONFIG), for this machine alone",

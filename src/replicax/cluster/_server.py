@@ -140,6 +140,7 @@ def _one_process(call: str, target: str) -> NotAvailableError:
     return NotAvailableError(
         message(
             f"`Server.{call}()` cannot serve {target}: this version of replicax runs in one process",
+            why="The processes of a job will be started, and will find each other, by `replicax launch`.",
             instead=["use the devices of this process: `rx.MirroredStrategy()`"],
         )
     )
