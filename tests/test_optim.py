@@ -390,6 +390,17 @@ def test_distributed_apply_in_a_merge_function_sums_and_counts_once(strategy):
     assert int(count) == 1
 
 
+def test_a_global_step_counts_steps_and_not_replicas(strategy):
+    with strategy.scope():
+        v, count = rx.Variable(1.0), rx.Variable(0)
+        optimizer = rx.Optimizer(optax.sgd(0.5), gradients="mean")
+
+    for due in (True, True, False):
+        strategy.run(lambda due: optimizer.apply_gradients([(v.value, v)], count, when=due), (jnp.asarray(due),))
+
+    assert (float(v), int(count)) == (0.25, 2)
+
+
 def test_distributed_apply_on_the_host(two):
     with two.scope():
         v, count = rx.Variable(1.0), rx.Variable(0)

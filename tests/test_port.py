@@ -37,6 +37,21 @@ def towers(ran):
     np.testing.assert_allclose(ran["w"].numpy(), 3.0, atol=0.01)
 
 
+def a_loop_of_2018(ran):
+    np.testing.assert_allclose(ran["w"].numpy().ravel(), [1, 2, 3], atol=0.05)
+    assert int(ran["global_step"]) == 30, "60 batches of 20 rows, two in each step"
+
+
+def one_place_in_2018(ran):
+    assert ran["counts"].numpy().tolist() == [12.0, 21.0]
+    assert ran["distribution"].parameter_devices == [jax.devices()[0]]
+
+
+def replicas_that_meet(ran):
+    assert ran["moving"].numpy().tolist() == [3.625, 3.875]
+    assert ran["total"] == 1.0
+
+
 def keras_of_2018(ran):
     losses = ran["history"].history["loss"]
     assert losses[2] < losses[0]
@@ -71,9 +86,12 @@ DIFFS = diffs()
 CHECKS = {
     ("towers", "Towers"): towers,
     ("towers", "Keras"): keras_of_2018,
+    ("towers", "A loop of one's own"): a_loop_of_2018,
+    ("towers", "Variables in one place"): one_place_in_2018,
     ("towers", "TPUs"): tpus_of_2018,
     ("replicas", "Keras fit"): keras_fit,
     ("replicas", "A loop of one's own"): a_loop,
+    ("replicas", "Replicas that meet"): replicas_that_meet,
     ("replicas", "Central storage"): central_storage,
     ("replicas", "TPUs"): tpus,
 }

@@ -168,6 +168,8 @@ class Optimizer:
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Any, Variable]],
+        global_step: Variable | None = None,
+        name: str | None = None,
         *,
         aggregate: bool = True,
         when: Any = None,
@@ -177,6 +179,8 @@ class Optimizer:
 
         Args:
           grads_and_vars: Pairs. A gradient of None leaves its variable and its slots untouched, with a warning.
+          global_step: A counter that goes up by one, however many replicas there are.
+          name: Means nothing here.
           aggregate: False if the gradients are equal on all replicas already; that is proven, not trusted.
           when: A boolean scalar, equal on all replicas. If False, variables and slots stay as they are.
           extra: Passed on to the transformation's ``update``, for those that want the loss value, say.
@@ -208,6 +212,8 @@ class Optimizer:
         )  # fmt: skip
         with _context.push(update):
             self._update(dict(zip([v for _, v in given], gradients, strict=True)), extra, when)
+            if global_step is not None:
+                _assign(global_step, global_step.value + 1, when)
 
     def _distributed_apply(
         self,
