@@ -516,6 +516,16 @@ def test_element_spec_describes_every_element_and_loses_none():
     assert len(list(dataset)) == 2
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_elements_of_one_kind_have_equal_specs(replicas):
+    strategy = mirrored(replicas)
+    dataset, other = (distribute_dataset(strategy, batched(rows, 4)) for rows in (9, 11))
+
+    assert dataset.element_spec == iter(dataset).element_spec == other.element_spec
+    assert hash(dataset.element_spec) == hash(other.element_spec)
+    assert dataset.element_spec != distribute_dataset(strategy, batched(9, 6)).element_spec
+
+
 def test_element_spec_of_an_iterator_keeps_its_place():
     iterator = iter(distribute_dataset(mirrored(2), batched(6, 2)))
     next(iterator)

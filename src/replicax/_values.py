@@ -79,6 +79,18 @@ class PerReplica(DistributedValues):
         lines = ",\n".join(f"  {i}: {value!r}" for i, value in enumerate(components(self)))
         return f"PerReplica:{{\n{lines}\n}}"
 
+    def __eq__(self, other: object) -> bool:
+        if self is other or not isinstance(other, PerReplica) or not isinstance(self.data, jax.ShapeDtypeStruct):
+            return self is other
+        return (self.data, self.form, self.mask) == (
+            other.data,
+            other.form,
+            other.mask,
+        )  # described, as in element_spec
+
+    def __hash__(self) -> int:
+        return hash((self.data, self.form)) if isinstance(self.data, jax.ShapeDtypeStruct) else id(self)
+
     @property
     def __jax_array__(self) -> Callable[[], Any]:
         mode = _context.current()

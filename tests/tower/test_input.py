@@ -78,7 +78,7 @@ def test_a_dataset_is_made_by_a_function():
     with distribution.scope():
         with pytest.raises(TypeError, match="lambda: dataset"):
             distribution.distribute_dataset([np.ones(1)])
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=r"distribution.distribute_dataset\(dataset_fn\)` got int 3"):
             distribution.distribute_dataset(lambda: 3)
         dataset = distribution.distribute_dataset(batches(2))
 

@@ -74,10 +74,12 @@ def distribute_dataset(strategy: Strategy, dataset: Any, options: InputOptions |
 
 
 def distribute_from_function(
-    strategy: Strategy, fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    strategy: Strategy,
+    fn: Callable[[InputContext], Any],
+    options: InputOptions | None = None,
+    call: str = "strategy.distribute_datasets_from_function(fn)",
 ) -> DistributedDataset:
     """Hands out batches of one replica's size, read from what `fn` returns for each input pipeline."""
-    call = "strategy.distribute_datasets_from_function(fn)"
     _check_place(strategy, call)
     _check_function(fn, call)
     options = options_of(options)
@@ -127,7 +129,7 @@ def make_input_fn_iterator(
         except NotADatasetError as error:
             raise _input_fn_returned(made) from error
 
-    return iter(distribute_from_function(strategy, fed))
+    return iter(distribute_from_function(strategy, fed, call="strategy.make_input_fn_iterator(input_fn)"))
 
 
 def make_numpy(strategy: Strategy, tree: PyTree) -> ArrayRows:

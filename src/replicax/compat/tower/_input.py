@@ -54,7 +54,8 @@ def distribute_dataset(engine: Strategy, dataset_fn: Callable[[], Any]) -> PerDe
     def fed(context: InputContext) -> Any:
         return dataset_fn()
 
-    return PerDeviceDataset(distribute.distribute_from_function(engine, fed))
+    call = "distribution.distribute_dataset(dataset_fn)"
+    return PerDeviceDataset(distribute.distribute_from_function(engine, fed, call=call))
 
 
 def dataset_iterator(engine: Strategy, dataset: Any) -> InputIterator:
