@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import time
 from typing import Any
 
 import jax
@@ -752,6 +753,7 @@ def test_the_best_checkpoints_are_kept_and_the_newest_one_too(tmp_path, better, 
             manager.save(step, metrics={"loss": loss})
 
     assert (manager.all_steps, manager.best) == (kept, best)
+    assert manager.best_checkpoint == str(tmp_path / "m" / f"ckpt-{best}")
     assert manager.metrics(best) == {"loss": losses[best]}
 
 
@@ -834,6 +836,28 @@ def test_a_save_under_way_is_finished_before_the_newest_is_restored(tmp_path):
 
     assert manager.restore_latest() == 4
     assert float(w) == 4.0
+
+
+def test_what_was_saved_last_can_be_asked_for_and_restored_at_once(tmp_path, monkeypatch):
+    """As with tf.train.CheckpointManager, where a save is over when it returns."""
+    write = _store._write
+    monkeypatch.setattr(_store, "_write", lambda *given: (time.sleep(0.1), write(*given)))
+    w, manager = managed(tmp_path / "m")
+    asked = {
+        "path": lambda path: path,
+        "manager": lambda _: manager.latest_checkpoint,
+        "folder": lambda _: latest_checkpoint(tmp_path / "m"),
+    }
+    for number, which in enumerate(asked.values(), start=1):
+        w.assign(float(number))
+        path = manager.save(checkpoint_number=number)
+        assert which(path) == path
+        w.assign(0.0)
+        manager.checkpoint.restore(path)
+        assert float(w) == number
+
+    manager.save(7)
+    assert (manager.latest, manager.metrics(7)) == (7, {})
 
 
 def test_a_failed_save_is_raised_by_the_next_call(tmp_path):

@@ -121,7 +121,9 @@ class Checkpoint:
         found = find(self._objects, self.checkpoint_replace, may_be_empty=True)
         if path is None:
             return RestoreStatus(None, sorted([*found.entries, *found.states]), None)
-        waiting = _Waiting(Path(path).absolute())
+        folder = Path(path).absolute()
+        _store.settle(folder)
+        waiting = _Waiting(folder)
         waiting.give(found)
         object.__setattr__(self, "_waiting", waiting)
         missing = [name for name in (*found.entries, *found.states) if name not in waiting.given]

@@ -96,7 +96,7 @@ class CheckpointManager:
         self._damaged: set[int] = set()
 
     def __repr__(self) -> str:
-        return f"<rx.CheckpointManager {str(self._directory)!r}: steps {self.all_steps}>"
+        return f"<rx.CheckpointManager {str(self._directory)!r}: steps {self._finished()}>"
 
     def __enter__(self) -> "CheckpointManager":
         return self
@@ -109,7 +109,12 @@ class CheckpointManager:
     # -- saving
 
     def save(
-        self, step: int | None = None, metrics: Mapping[str, float] | None = None, *, force: bool = False
+        self,
+        step: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        *,
+        force: bool = False,
+        checkpoint_number: int | None = None,
     ) -> str | None:
         """Saves the state as of `step`.
 
@@ -120,14 +125,17 @@ class CheckpointManager:
           metrics: Numbers that describe it; `keep_best` looks here.
           force: Save even if the last saved step is closer than `save_interval_steps`, and even without the metric that
             `keep_best` goes by: such a checkpoint is never the best, and stays as long as it is the newest.
+          checkpoint_number: What tf.train.CheckpointManager calls `step`.
 
         Returns:
-          The path, or None if this step was skipped. While an asynchronous save runs there is nothing to read yet.
+          The path, or None if this step was skipped. Whoever restores it, or asks which checkpoints there are, waits
+          for the files.
 
         Raises:
           CheckpointError: If this save, or the one before it, could not be written; if there is a checkpoint of a
             later step, which `restore_latest` would prefer.
         """
+        step = checkpoint_number if step is None else step
         number = self._next_step() if step is None else _step_number(step)
         if not force and not self.should_save(number):
             return None
@@ -171,6 +179,11 @@ class CheckpointManager:
     @property
     def all_steps(self) -> list[int]:
         """The steps of all finished checkpoints, oldest first; without those that were found to be damaged."""
+        _store.settle(self._directory)
+        return self._finished()
+
+    def _finished(self) -> list[int]:
+        """Without a save that is under way, for the thread in which it is."""
         finished = [step for step, path in _numbered(self._directory, self._name) if _store.is_finished(path)]
         return [step for step in finished if step not in self._damaged]
 
@@ -184,6 +197,7 @@ class CheckpointManager:
         """The step with the best metric, by `keep_best`; the newest of equals; None if none has that metric."""
         if self.keep_best is None:
             raise _no_keep_best()
+        _store.settle(self._directory)
         return next(iter(self._by_merit()), None)
 
     @property
@@ -194,10 +208,19 @@ class CheckpointManager:
     @property
     def latest_checkpoint(self) -> str | None:
         """The path of the newest checkpoint."""
-        return None if self.latest is None else os.fspath(self._path(self.latest))
+        return None if (latest := self.latest) is None else os.fspath(self._path(latest))
+
+    @property
+    def best_checkpoint(self) -> str | None:
+        """The path of the checkpoint with the best metric, by `keep_best`."""
+        return None if (best := self.best) is None else os.fspath(self._path(best))
 
     def metrics(self, step: int) -> dict[str, float]:
         """What `save` was told about this step."""
+        _store.settle(self._path(step))
+        return self._saved_metrics(step)
+
+    def _saved_metrics(self, step: int) -> dict[str, float]:
         return _store.read_manifest(self._path(step)).metadata["notes"]["metrics"]
 
     # -- restoring
@@ -251,7 +274,7 @@ class CheckpointManager:
         return 1 if last is None else last + 1
 
     def _require_newest(self, step: int) -> None:
-        later = [other for other in self.all_steps if other > step]
+        later = [other for other in self._finished() if other > step]
         if later:
             raise _later_exists(step, self._directory, [self._path(other).name for other in later])
 
@@ -261,20 +284,20 @@ class CheckpointManager:
             return []
         metric, better = self.keep_best
         sign = 1 if better == "max" else -1
-        merits = {step: self._readable_metrics(step) for step in self.all_steps}
+        merits = {step: self._readable_metrics(step) for step in self._finished()}
         known = [(values[metric], step) for step, values in merits.items() if metric in values]
         scored = [(sign * value, step) for value, step in known if not math.isnan(value)]  # NaN is no merit
         return [step for _, step in sorted(scored, reverse=True)]
 
     def _readable_metrics(self, step: int) -> dict[str, float]:
         try:
-            return self.metrics(step)
+            return self._saved_metrics(step)
         except CheckpointDamagedError:  # a damaged one has no merit
             return {}
 
     def _delete_old(self, newest: int) -> None:
         """Runs when a new checkpoint is on disk: never are there fewer whole ones than before the save."""
-        steps = self.all_steps
+        steps = self._finished()
         ranked = self._by_merit() if self.keep_best is not None else steps[::-1]
         keep = {newest, *ranked[: self.max_to_keep]}
         for step, path in _numbered(self._directory, self._name):
@@ -289,6 +312,7 @@ def latest_checkpoint(directory: StrPath, name: str = "ckpt") -> str | None:
     >>> rx.train.latest_checkpoint("/nowhere") is None
     True
     """
+    _store.settle(Path(directory).absolute())
     finished = [path for _, path in _numbered(Path(directory), name) if _store.is_finished(path)]
     return os.fspath(finished[-1]) if finished else None
 

@@ -226,6 +226,12 @@ class PendingSave:
 _under_way: dict[Path, PendingSave] = {}
 
 
+def settle(folder: Path) -> None:
+    """Waits for saves under way at `folder` or in it. Whether they succeed is asked of the files, or of `wait`."""
+    here = [pending._result for path, pending in list(_under_way.items()) if path.is_relative_to(folder)]
+    wait_for_all(here, SAVE_DEADLINE)
+
+
 def _finish_saves_at_exit() -> None:
     wait_for_all([pending._result for pending in list(_under_way.values())], SAVE_DEADLINE)
 
