@@ -935,17 +935,6 @@ def assigned_in_nested_trace(variable: Any) -> ContextError:
     )
 
 
-def variable_as_argument(variable: Any, site: Any) -> VariableError:
-    return VariableError(
-        message(
-            f"A JAX function was given the variable {variable.name!r} itself at {site}",
-            [f"{variable!r}"],
-            "JAX's functions take arrays; only operators (`w * 2`, `x @ w`) and `jnp.asarray(w)` look into an object.",
-            ["pass its value: `w.value`"],
-        )
-    )
-
-
 def not_a_variable(call: str, leaf: Any) -> TypeError:
     return TypeError(
         f"{call}: expected an rx.Variable, got {_short(leaf)}. For gradients with respect to arguments use jax.grad."

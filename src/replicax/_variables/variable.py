@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec
 
 from replicax import _context, _errors, _jax
 from replicax._context import Kind, Mode
-from replicax._locality import call_site
 from replicax._options import VariableAggregation, VariableSynchronization
 from replicax._variables import overlay, storage, sync
 from replicax._variables.scatter import Scatters
@@ -158,11 +157,8 @@ class Variable(Scatters, metaclass=_Creating):
             return (self.value,) * self.strategy.num_replicas_in_sync
         return tuple(mode.ledger.components(self))
 
-    @property
-    def __jax_array__(self) -> Callable[[], jax.Array]:
-        if _jax.about_to_refuse():
-            raise _errors.variable_as_argument(self, call_site())
-        return lambda: self.value
+    def __jax_array__(self) -> jax.Array:
+        return self.value
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.value, dtype=dtype)
