@@ -5,6 +5,7 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import replicax as rx
@@ -183,10 +184,65 @@ def test_a_replica_context_takes_only_an_id(strategy):
     for wrong in ("0", 1.5, True):
         with pytest.raises(ValueError, match="can only be an integer"):
             rx.ReplicaContext(strategy, wrong)
-    with rx.ReplicaContext(strategy, 1) as context:
-        assert rx.get_replica_context() is context
-        assert context.replica_id_in_sync_group == 1
+    for wrong in (jnp.array(1.5), jnp.array([1]), np.float32(1)):
+        with pytest.raises(ValueError, match="can only be an integer"):
+            rx.ReplicaContext(strategy, wrong)
+    for one in (1, np.int32(1), jnp.array(1)):
+        with rx.ReplicaContext(strategy, one) as context:
+            assert rx.get_replica_context() is context
+            assert context.replica_id_in_sync_group == 1
+            assert context.devices == (jax.devices()[1],)
+    with rx.ReplicaContext(strategy, 2) as context, pytest.raises(rx.InputError, match="of replica 2 has no devices"):
+        _ = context.devices
     assert at_top_level()
+
+
+def test_a_replica_context_entered_by_hand_meets_nobody(strategy):
+    with rx.ReplicaContext(strategy, 0) as context:
+        for call in (
+            lambda: context.all_reduce("sum", 1.0),
+            lambda: context.all_gather(jnp.ones(1), axis=0),
+            lambda: context.merge_call(lambda strategy: None),
+        ):
+            with pytest.raises(rx.ContextError, match="(?s)entered by hand.*has 2 replicas"):
+                call()
+    with rx.ReplicaContext(rx.OneDeviceStrategy("cpu:0"), 0) as context:
+        assert context.all_reduce("sum", 1.0) == 1.0
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["compiled", "eager"])
+def test_the_id_of_a_replica_is_asked_for_in_that_replica(eager):
+    strategy = rx.MirroredStrategy(jax.devices()[:2], eager=eager)
+    kept = []
+
+    def step():
+        context = rx.get_replica_context()
+        kept.append(context)
+        return context.merge_call(lambda strategy: context.replica_id_in_sync_group)
+
+    with pytest.raises(
+        rx.ContextError, match="`replica_id_in_sync_group` of a replica context was used where code runs once"
+    ):
+        strategy.run(step)
+    with pytest.raises(rx.ContextError, match="Mismatching tf.distribute.Strategy"):
+        _ = kept[0].replica_id_in_sync_group
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda c: c.merge_call(3), TypeError, r"merge_call\(3, ...\): the fn is not a function"),
+        (lambda c: c.merge_call(print, 3), ValueError, r"args=3\): positional args must be a list or tuple"),
+        (lambda c: c.merge_call(print, (), [3]), ValueError, r"kwargs=\[3\]\): keyword args must be a dictionary"),
+    ],
+    ids=["function", "args", "kwargs"],
+)
+def test_a_merge_call_is_given_a_function_and_its_arguments(strategy, call, error, text):
+    with pytest.raises(error, match=text):
+        call(rx.get_replica_context())
+    for runner in (rx.OneDeviceStrategy("cpu:0"), strategy):
+        with pytest.raises(error, match=text):
+            runner.run(lambda: call(rx.get_replica_context()))
 
 
 def test_a_variable_creator_left_open_keeps_the_scope_from_ending(strategy):

@@ -245,6 +245,28 @@ def test_broadcast_copies_to_every_device(ops, destination):
     assert ops.broadcast(1.0, where).tolist() == 1.0
 
 
+@pytest.mark.parametrize(
+    ("attempt", "error", "text"),
+    [
+        (lambda ops: ops.broadcast(rx.PerReplica((1.0, 2.0)), "cpu:0"), TypeError, "broadcast of a value that differs"),
+        (lambda ops: ops.broadcast("a", "cpu:0"), TypeError, '"broadcast" over replicas'),
+        (lambda ops: ops.reduce(rx.ReduceOp.SUM, None, "cpu:0"), ValueError, "A NoneType was given"),
+        (lambda ops: ops.reduce(rx.ReduceOp.SUM, rx.PerReplica(()), "cpu:0"), ValueError, "of no replicas"),
+        (lambda ops: ops.batch_reduce(rx.ReduceOp.SUM, 3), ValueError, "should be a list of tuples"),
+    ],
+    ids=["value-per-replica", "text", "none", "no-components", "no-pairs"],
+)
+def test_what_an_op_does_not_take(attempt, error, text):
+    with pytest.raises(error, match=text):
+        attempt(rx.NcclAllReduce())
+
+
+def test_a_device_named_twice_gets_one_copy(ops):
+    total = ops.reduce(rx.ReduceOp.SUM, rx.PerReplica((1.0, 2.0)), ["cpu:1", "/cpu:1"])
+
+    assert total == 3.0 and total.devices() == {jax.devices()[1]}
+
+
 def test_gather_concatenates_where_it_is_told(ops):
     ragged = per_device([jnp.ones((2, 1)), jnp.zeros((1, 1))])
     laid_out = mirrored(2).run(lambda: jnp.full((1, 2), rx.get_replica_context().replica_id_in_sync_group))

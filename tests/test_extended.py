@@ -191,6 +191,18 @@ def test_a_value_is_copied_to_its_destination(strategy):
             strategy.extended.broadcast_to(jnp.ones(2), nowhere)
     with pytest.raises(rx.LocalityError, match="which of these"):
         strategy.extended.broadcast_to(differing(1.0, 2.0), v)
+    copy = strategy.extended.broadcast_to(v, D2)
+    assert isinstance(copy, jax.Array) and copy.devices() == {D2}, "of a variable, its value"
+
+
+def test_a_value_is_copied_by_the_strategys_own_op():
+    class Doubling(rx.ReductionToOneDevice):
+        def broadcast_implementation(self, tensor, destinations):
+            return super().broadcast_implementation(tensor * 2, destinations)
+
+    strategy = rx.MirroredStrategy([D0, D1], cross_device_ops=Doubling())
+
+    assert strategy.extended.broadcast_to({"a": jnp.ones(1), "b": 3}, D2) == {"a": 2.0, "b": 3}
 
 
 # -- updates
@@ -312,14 +324,18 @@ def test_only_variables_and_plain_values_are_read(strategy):
         strategy.extended.read_var(differing(1.0, 2.0))
 
 
-def test_an_on_read_variable_is_read_combined_from_inside_a_replica(strategy):
+@pytest.mark.parametrize(("aggregation", "read"), [("sum", 3.0), ("mean", 1.5), ("only_first_replica", 1.0)])
+@pytest.mark.parametrize("eager", [False, True], ids=["compiled", "eager"])
+def test_an_on_read_variable_is_read_combined_from_inside_a_replica(aggregation, read, eager):
+    strategy = rx.MirroredStrategy([D0, D1], eager=eager)
+
     def step():
         v.assign(rx.get_replica_context().replica_id_in_sync_group + 1.0)
         return strategy.extended.read_var(v)
 
-    v = variable(strategy, 0.0, synchronization="on_read", aggregation="sum")
+    v = variable(strategy, 0.0, synchronization="on_read", aggregation=aggregation)
 
-    assert strategy.run(step) == 3.0
+    assert strategy.run(step) == read
 
 
 def test_state_of_no_variable_is_updated_once(strategy, one):
@@ -330,8 +346,27 @@ def test_state_of_no_variable_is_updated_once(strategy, one):
     assert calls == [1.0]
     assert strategy.extended.update_non_slot(devices, lambda: 3, group=False) == (3, 3)
     assert one.extended.update_non_slot(one.extended.non_slot_devices([]), lambda: 3) == 3
-    with pytest.raises(AssertionError, match="non_slot_devices"):
-        strategy.extended.update_non_slot("cpu:0", lambda: 1)
+    for wrong in ("cpu:0", (), (D2,), 3):
+        with pytest.raises(AssertionError, match="non_slot_devices"):
+            strategy.extended.update_non_slot(wrong, lambda: 1)
+    with pytest.raises(ValueError, match="of no variables"):
+        rx.get_strategy().extended.non_slot_devices([])
+
+
+def test_an_update_is_given_a_function_and_its_arguments(strategy):
+    v = variable(strategy, 1.0)
+
+    for update in (
+        lambda *args: strategy.extended.update(v, *args),
+        lambda *args: strategy.extended.update_non_slot((D0, D1), *args),
+    ):
+        for args, text in (
+            ((None,), r"\(\w+, None, ...\): the fn is not a function"),
+            ((print, 3.0), r"args=3.0\): positional args must be a list or tuple"),
+            ((print, (), 3.0), r"kwargs=3.0\): keyword args must be a dictionary"),
+        ):
+            with pytest.raises((TypeError, ValueError), match=text):
+                update(*args)
 
 
 # -- places
@@ -352,6 +387,8 @@ def test_the_default_strategy_places_nothing():
             getattr(default, name)
     assert default.non_slot_devices([second, first]) is first
     assert default.broadcast_to(3.0, None) == 3.0
+    with pytest.raises(NotImplementedError, match="of the default strategy"):
+        default.broadcast_to(3.0, D0)
     assert default.update(first, lambda v: v.assign(4.0), group=False) == (first,)
     assert first.numpy() == 4.0
 

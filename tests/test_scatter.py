@@ -321,6 +321,15 @@ def test_a_scalar_has_no_rows():
         scatter(rx.Variable(1.0), "add", [1.0], [0])
 
 
+def test_lists_are_rows_too(strategy):
+    table = variable(strategy, jnp.zeros(3), aggregation="sum")
+    strategy.run(lambda: table.scatter_add(rx.IndexedSlices([1.0, 2.0], [0, 2])))
+    sums = strategy.run(lambda: rx.get_replica_context().all_reduce("sum", rx.IndexedSlices([[1.0]], (1,), (3, 1))))
+
+    assert table.numpy().tolist() == [2.0, 0.0, 4.0]
+    assert sums.values.tolist() == [[1.0], [1.0]] and sums.indices.tolist() == [1, 1]
+
+
 def test_rows_come_as_slices():
     with pytest.raises(TypeError, match="IndexedSlices"):
         rx.Variable(jnp.zeros(2)).scatter_add(jnp.ones(2))

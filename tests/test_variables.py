@@ -1,6 +1,8 @@
 """What does a variable hold, and what does an assignment mean? The tables of synchronization and aggregation."""
 
 import copy
+import inspect
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -93,12 +95,67 @@ def test_a_variable_made_in_a_step_is_returned_as_itself(strategy):
     assert isinstance(variable, rx.Variable) and variable.name == "foo"
 
 
-def test_a_copy_is_independent(compiled):
-    variable = make(compiled, 1.0, aggregation="sum")
-    twin = copy.deepcopy(variable)
-    twin.assign(5.0)
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
+def test_a_copy_is_independent(strategy, duplicate):
+    variable = make(strategy, 1.0, aggregation="sum", trainable=False)
+    made = []
+    with rx.variable_creator_scope(lambda create, **options: made.append(options) or create(**options)):
+        twin = duplicate(variable)
+    strategy.run(lambda: twin.assign_add(jnp.ones(())))
 
-    assert (float(variable.value), float(twin.value), twin.aggregation) == (1.0, 5.0, variable.aggregation)
+    assert (held(variable), held(twin)) == ([1.0, 1.0], [3.0, 3.0])
+    assert (twin.name, twin.aggregation, twin.trainable) == (variable.name, variable.aggregation, False)
+    assert twin.distribute_strategy is strategy and twin.devices == variable.devices
+    assert not made, "no creator has a say in it"
+
+
+@pytest.mark.parametrize("aggregation", ["sum", "none"])
+def test_a_copy_has_the_same_components(strategy, aggregation):
+    variable = make(strategy, 0.0, synchronization="on_read", aggregation=aggregation)
+    strategy.run(lambda: variable.assign(me() + 1.0))
+
+    twin = copy.deepcopy({"v": variable, "again": variable})
+
+    assert twin["v"] is twin["again"] is not variable
+    assert held(twin["v"]) == [1.0, 2.0]
+
+
+def test_a_variable_is_not_copied_in_a_run_and_not_pickled(strategy):
+    variable = make(strategy, 1.0)
+
+    with pytest.raises(rx.ContextError, match=r"copy.deepcopy\(v\) inside a run"):
+        strategy.run(lambda: copy.deepcopy(variable))
+    with rx.MirroredStrategy(jax.devices()[2:4]).scope(), pytest.raises(rx.ContextError, match="`v.copy`"):
+        copy.copy(variable)
+    with pytest.raises(TypeError, match=r"(?s)cannot be pickled.*rx.Checkpoint"):
+        pickle.dumps(variable)
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "text"),
+    [
+        ("abc", {}, "initial_value  'abc'"),
+        ([[1.0], [1.0, 2.0]], {}, "no array can be made"),
+        ([None], {}, "no array can be made"),
+        (1.0, {"dtype": "foo"}, "data type 'foo' not understood"),
+        ([1.0, 2.0], {"shape": (3,)}, r"(?s)shape=\(3,\).*float32\[2\]"),
+    ],
+    ids=["text", "ragged", "none", "dtype", "shape"],
+)
+def test_what_is_no_initial_value(compiled, value, options, text):
+    with pytest.raises(ValueError, match=text) as raised:
+        make(compiled, value, **options)
+    assert isinstance(raised.value, TypeError) and "name='v'" in str(raised.value)
+
+
+def test_options_of_a_variable_are_words(compiled):
+    with pytest.raises(TypeError, match=r"(?s)by position:.*False"):
+        rx.Variable(1.0, False)
+    assert list(inspect.signature(rx.Variable).parameters)[:3] == ["initial_value", "trainable", "name"]
+    assert make(compiled, 1.0, caching_device="cpu:0", experimental_batch_initialization=True).devices == tuple(
+        jax.devices()[:2]
+    )
+    assert make(compiled, 2.0, shape=(3,)).numpy().tolist() == [2.0] * 3
 
 
 # -- mirrored
@@ -309,12 +366,30 @@ def test_operators_are_those_of_the_value(compiled):
     assert [int(x) for x in (v & 3, 11 & v, v | 8, 16 | v, v ^ 3, 11 ^ v, v**3, 2**v, -v, ~v, abs(v))] == [
         3, 3, 15, 23, 4, 12, 343, 128, -7, -8, 7,
     ]  # fmt: skip
-    assert float(v / 2) == 3.5 and float(v) == 7.0 and int(v) == 7
+    assert float(v / 2) == 3.5 and float(v) == 7.0 and int(v) == 7 and complex(v) == 7
+    assert [int(x) for x in (pow(v, 3, 10), +v, v << 1, 1 << v, v >> 1, *divmod(v, 2), *divmod(15, v), round(v))] == [
+        3, 7, 14, 128, 3, 3, 1, 2, 1, 7,
+    ]  # fmt: skip
+    assert list(range(v)) == list(range(7))
+    with pytest.raises(IndexError):
+        _ = v[2]
     assert {v: "a key"}[v] == "a key"
     w = make(compiled, jnp.arange(6.0).reshape(2, 3))
     assert (w @ jnp.ones(3)).tolist() == [3.0, 12.0]
     assert w[1].tolist() == [3.0, 4.0, 5.0] and w.T.shape == (3, 2) and len(w) == 2
     assert float(jnp.asarray(w).sum()) == 15.0
+
+
+def test_numpy_leaves_operators_to_the_variable(strategy):
+    variable = make(strategy, jnp.array([1.0, 2.0]))
+
+    for result in (
+        np.ones(2) * variable,
+        np.float32(2) * variable / 2,
+        strategy.run(lambda: np.ones(2) * variable.value),
+        strategy.run(lambda: np.ones((2, 2)) @ variable - np.array([2.0, 1.0])),
+    ):
+        assert isinstance(result, jax.Array) and result.dtype == jnp.float32 and result.tolist() == [1.0, 2.0]
 
 
 def test_values_handed_out_outlive_later_steps(compiled):
@@ -359,6 +434,25 @@ def test_a_variable_from_outside_any_scope_is_read_by_every_replica(strategy):
     result = strategy.run(lambda: me() + outside.value)
 
     assert [float(x) for x in strategy.experimental_local_results(result)] == [2.0, 3.0]
+
+
+def test_a_creator_sees_all_options(compiled):
+    seen = []
+
+    def creator(next_creator, **options):
+        seen.append(options)
+        return next_creator(**options)
+
+    with compiled.scope(), rx.variable_creator_scope(creator):
+        rx.Variable(1.0)
+        rx.Variable(1.0, name="w", synchronization="on_read", aggregation=None, trainable=True)
+
+    first, second = seen
+    assert first["initial_value"] == 1.0 and first["name"] is first["dtype"] is first["trainable"] is None
+    assert first["synchronization"] is rx.VariableSynchronization.AUTO
+    assert first["aggregation"] is second["aggregation"] is rx.VariableAggregation.NONE
+    assert second["synchronization"] is rx.VariableSynchronization.ON_READ
+    assert second["name"] == "w" and second["trainable"] is True
 
 
 def test_creators_wrap_each_other(compiled):

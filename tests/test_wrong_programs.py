@@ -450,7 +450,7 @@ def arguments_that_are_no_tuple(b):
     b.s.run(lambda x: x, jnp.ones(3))
 
 
-@wrong(rx.InputError, "other devices")
+@wrong(rx.InputError, "of other replicas")
 def a_value_of_another_strategy(b):
     rx.MirroredStrategy(jax.devices()[2:4]).run(lambda x: x, (b.x,))
 

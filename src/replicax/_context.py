@@ -13,13 +13,16 @@ from __future__ import annotations
 import dataclasses
 import enum
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from replicax import _errors
 from replicax._options import CommunicationOptions, ReduceOp
@@ -177,6 +180,20 @@ def in_cross_replica_context() -> bool:
     return mode is not None and mode.replica is None
 
 
+def checked_call(call: str, name: str, fn: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments for the function that a verb was given; refuses what is no function and what are no arguments.
+
+    `call` is the verb as the user wrote it, with {} for its arguments, and `name` what it calls the function.
+    """
+    if not callable(fn):
+        raise _errors.not_a_function(call, name, fn)
+    if not isinstance(args, (list, tuple)):
+        raise _errors.arguments_not_a_list(call, name, args)
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise _errors.keywords_not_a_mapping(call, name, kwargs)
+    return tuple(args), dict(kwargs or {})
+
+
 def is_default_mode() -> bool:
     """Whether nothing has been entered on this thread."""
     return not thread.modes
@@ -323,11 +340,7 @@ class ReplicaContext:
     __slots__ = ("__weakref__", "_strategy", "_replica_id", "_ledger")
 
     def __init__(self, strategy: Strategy, replica_id_in_sync_group: Any, ledger: Ledger | None = None) -> None:
-        if not (
-            replica_id_in_sync_group is None
-            or isinstance(replica_id_in_sync_group, (int, jax.Array))
-            and not isinstance(replica_id_in_sync_group, bool)
-        ):
+        if not (replica_id_in_sync_group is None or _is_id(replica_id_in_sync_group)):
             raise ValueError(
                 "replica_id_in_sync_group can only be an integer, an integer array or None, not "
                 f"{replica_id_in_sync_group!r}."
@@ -360,6 +373,7 @@ class ReplicaContext:
     def replica_id_in_sync_group(self) -> Any:
         """Which replica this is: an int in an eager run, a traced scalar in a compiled one."""
         if self._replica_id is None and self._ledger is not None:
+            self._require("replica_id_in_sync_group")
             return self._ledger.replica_id()
         return 0 if self._replica_id is None else self._replica_id
 
@@ -368,7 +382,9 @@ class ReplicaContext:
         """The devices of this replica; in a compiled run, which is one program for all, those of replica 0."""
         self._require("devices")
         placement = self._strategy.placement
-        index = self._replica_id if isinstance(self._replica_id, int) else 0
+        index = 0 if self._replica_id is None or isinstance(self._replica_id, Tracer) else int(self._replica_id)
+        if not 0 <= index < placement.replicas:
+            raise _errors.no_such_replica(index, self._strategy)
         return tuple(placement.mesh.devices.reshape(placement.replicas, -1)[index])
 
     def experimental_logical_device(self, logical_device_id: int) -> AbstractContextManager[None]:
@@ -396,12 +412,12 @@ class ReplicaContext:
         [10, 11]
         """
         self._require("merge_call")
-        if not isinstance(args, (list, tuple)):
-            raise _errors.merge_arguments_not_a_list(args)
+        args, kwargs = checked_call("merge_call({})", "fn", merge_fn, args, kwargs)
         if self._ledger is not None:
-            return self._ledger.merge_call(merge_fn, tuple(args), dict(kwargs or {}))
+            return self._ledger.merge_call(merge_fn, args, kwargs)
+        self._refuse_alone("merge_call")
         with push(Mode(self._strategy, Kind.CROSS)):
-            return merge_fn(self._strategy, *args, **(kwargs or {}))
+            return merge_fn(self._strategy, *args, **kwargs)
 
     def all_reduce(
         self, reduce_op: ReduceOp | str, value: PyTree, options: CommunicationOptions | None = None
@@ -417,7 +433,10 @@ class ReplicaContext:
         """
         self._require("all_reduce")
         op, options = ReduceOp.parse(reduce_op), CommunicationOptions.parse(options)
-        return value if self._ledger is None else self._ledger.all_reduce(op, value, options)
+        if self._ledger is not None:
+            return self._ledger.all_reduce(op, value, options)
+        self._refuse_alone("all_reduce")
+        return value
 
     def all_gather(self, value: PyTree, axis: int = 0, options: CommunicationOptions | None = None) -> PyTree:
         """Concatenates `value` of all replicas along `axis`, in replica order, on every replica.
@@ -432,7 +451,10 @@ class ReplicaContext:
         """
         self._require("all_gather")
         options = CommunicationOptions.parse(options)
-        return value if self._ledger is None else self._ledger.all_gather(value, axis, options)
+        if self._ledger is not None:
+            return self._ledger.all_gather(value, axis, options)
+        self._refuse_alone("all_gather")
+        return value
 
     def replica_key(self, key: jax.Array) -> jax.Array:
         """A random key of this replica's own, for dropout and other noise that must differ between replicas.
@@ -442,12 +464,23 @@ class ReplicaContext:
         self._require("replica_key")
         return jax.random.fold_in(key, self._replica_id or 0 if self._ledger is None else lax.axis_index(AXIS))
 
+    def _refuse_alone(self, what: str) -> None:
+        """Outside of a run there are no other replicas to meet."""
+        if self._strategy.num_replicas_in_sync > 1:
+            raise _errors.replica_alone(what, self._strategy)
+
     def _require(self, what: str) -> None:
         mode = current()
         active = _top_level_context() if mode is None else mode.replica
         if active is self or self._strategy is _default and active is _top_level:
             return
         raise _errors.wrong_replica_context(what, self, active)
+
+
+def _is_id(x: Any) -> bool:
+    if isinstance(x, (jax.Array, np.generic)):
+        return x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.integer)
+    return isinstance(x, int) and not isinstance(x, bool)
 
 
 _top_level: ReplicaContext | None = None

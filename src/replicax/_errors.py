@@ -56,6 +56,10 @@ class InputError(ReplicaxError, ValueError):
     """A batch or a dataset cannot be handed out to the replicas as it is."""
 
 
+class ComponentsError(InputError):
+    """A value per replica of a strategy with another number of replicas."""
+
+
 class DeviceError(ReplicaxError, ValueError):
     """A device was named that this process does not have."""
 
@@ -255,20 +259,31 @@ def not_a_strategy(strategy: Any) -> TypeError:
     )
 
 
-def merge_arguments_not_a_list(args: Any) -> InputError:
-    return InputError(
-        message(
-            f"merge_call(fn, args={_short(args)}): positional args must be a list or tuple",
-            why="`args` holds one entry per parameter of `fn` after the strategy.",
-            instead=["merge_call(fn, args=(value,))"],
-        )
-    )
-
-
 def set_strategy_in_scope() -> ContextError:
     return ContextError(
         "Must not be called inside a `tf.distribute.Strategy` scope: rx.experimental_set_strategy(...) while "
         "`with strategy.scope():` or a run is under way. Leave it first."
+    )
+
+
+def replica_alone(what: str, strategy: Any) -> ContextError:
+    return ContextError(
+        message(
+            f"`{what}` in a replica context that was entered by hand",
+            [f"{strategy!r} has {strategy.num_replicas_in_sync} replicas"],
+            "Outside of a run the other replicas are not there to be met.",
+            ["strategy.run(step), and in the step rx.get_replica_context()"],
+        )
+    )
+
+
+def no_such_replica(index: int, strategy: Any) -> InputError:
+    return InputError(
+        message(
+            f"The replica context of replica {index} has no devices",
+            [f"{strategy!r} has {strategy.num_replicas_in_sync} replicas"],
+            instead=[f"rx.ReplicaContext(strategy, i) with i from 0 to {strategy.num_replicas_in_sync - 1}"],
+        )
     )
 
 
@@ -379,17 +394,60 @@ def ragged_reduce(op: Any, arrays: Sequence[Any]) -> StructureError:
     )
 
 
-def of_other_replicas(call: str, value: Any, placement: Any) -> InputError:
-    there = list(value.data) if value.form == "parts" else sorted(map(str, value.data.devices()))
-    return InputError(
+def of_other_replicas(call: str, value: Any, placement: Any, name: str = "value") -> ComponentsError:
+    if value.form == "parts":
+        there = f"{len(value.data)} components"
+    else:
+        mesh = value.data.sharding.mesh
+        there = f"{mesh.shape['replica']} replicas, on {', '.join(map(str, mesh.devices.flat))}"
+    return ComponentsError(
         message(
             f"{call} got a per-replica value of other replicas than the strategy's",
             [
-                f"value  {len(there)} components" if value.form == "parts" else f"value  on {', '.join(there)}",
+                f"{name}  {there}",
                 f"strategy  {placement.replicas} replicas, on {', '.join(map(str, placement.mesh.devices.flat))}",
             ],
-            "Each of the strategy's replicas has one component.",
-            ["combine it with the strategy that made it", "make it with one component for each replica"],
+            "Each of the strategy's replicas has one component. Either the value was made by another strategy, or an "
+            "rx.function that calls none was called outside of strategy.scope().",
+            [
+                "combine it with the strategy that made it",
+                "make it with the strategy that runs the step, one component for each replica",
+            ],
+        )
+    )
+
+
+def no_components() -> InputError:
+    return InputError(
+        message(
+            "A reduction or a gather of a per-replica value of no replicas",
+            ["rx.PerReplica(())"],
+            "Nothing has no sum and no shape.",
+            ["rx.PerReplica((value of replica 0, value of replica 1, ...))"],
+        )
+    )
+
+
+def not_components(data: Any) -> InputError:
+    return InputError(
+        message(
+            "rx.PerReplica(components) takes a tuple with the component of each replica",
+            [f"{type(data).__name__}: {_short(data)}"],
+            instead=["rx.PerReplica((1.0, 2.0))", "rx.PerReplica(tuple(values))"],
+        )
+    )
+
+
+def not_laid_out(data: Any) -> InputError:
+    return InputError(
+        message(
+            "The components of a per-replica value cannot be told apart: its array does not lie over the replicas",
+            [f"{type(data).__name__}: {_short(data)}"],
+            "jax.device_get, jax.device_put and functions that change the number of its rows take it off them.",
+            [
+                "take the components first: strategy.experimental_local_results(value)",
+                "compute in a step: strategy.run(fn, args=(value,))",
+            ],
         )
     )
 
@@ -429,31 +487,34 @@ def slices_axis() -> NotImplementedError:
 # -- Arguments of a step
 
 
-def arguments_not_a_list(args: Any) -> ValueError:
+# Of the next three, `call` is what the user wrote with {} for the arguments, and `name` what its function is called.
+
+
+def arguments_not_a_list(call: str, name: str, args: Any) -> InputError:
     return InputError(
         message(
-            f"strategy.run(step, args={_short(args)}): positional args must be a list or tuple",
-            why="`args` holds one entry per parameter of the step.",
-            instead=["strategy.run(step, args=(x,))"],
+            f"{call.format(f'{name}, args={_short(args)}')}: positional args must be a list or tuple",
+            why=f"`args` holds one entry for each argument of `{name}`.",
+            instead=[call.format(f"{name}, args=(x,)")],
         )
     )
 
 
-def step_not_callable(fn: Any) -> TypeError:
+def not_a_function(call: str, name: str, fn: Any) -> StaticArgumentError:
     return StaticArgumentError(
         message(
-            f"strategy.run({_short(fn)}, ...): the step is not a function",
+            f"{call.format(f'{_short(fn)}, ...')}: the {name} is not a function",
             [f"it is of type {type(fn).__name__}"],
-            instead=["strategy.run(step, args=(x,)), without calling `step` yourself"],
+            instead=[f"{call.format(name)}, without calling `{name}` yourself"],
         )
     )
 
 
-def keywords_not_a_mapping(kwargs: Any) -> InputError:
+def keywords_not_a_mapping(call: str, name: str, kwargs: Any) -> InputError:
     return InputError(
         message(
-            f"strategy.run(step, args, kwargs={_short(kwargs)}): keyword args must be a dictionary",
-            instead=['strategy.run(step, args=(x,), kwargs={"training": True})'],
+            f"{call.format(f'{name}, args, kwargs={_short(kwargs)}')}: keyword args must be a dictionary",
+            instead=[call.format(name + ', args=(x,), kwargs={"training": True}')],
         )
     )
 
@@ -645,17 +706,6 @@ def ragged_argument(path: str, value: Any) -> InputError:
     )
 
 
-def other_devices(path: str, array: Any, strategy: Any) -> InputError:
-    return InputError(
-        message(
-            "strategy.run(step, ...) got a per-replica value that lies on other devices than the strategy's replicas",
-            [f"{path}  on {sorted(map(str, array.devices()))}", f"strategy {strategy!r}"],
-            "It was made by another strategy, or no strategy is in force for an rx.function that calls none.",
-            ["distribute the data with the strategy that runs the step", "call the rx.function in strategy.scope()"],
-        )
-    )
-
-
 def traced_value_used(fn: Any, error: Exception, site: Any) -> StaticArgumentError:
     where = f" at {site}" if site is not None else ""
     return StaticArgumentError(
@@ -801,6 +851,60 @@ def mean_of_integers(name: str, dtype: Any) -> VariableError:
 
 def no_initial_value(name: str) -> VariableError:
     return VariableError(f"rx.Variable(name={name!r}) needs an initial value: an array, a number or a function.")
+
+
+def not_an_initial_value(name: str, value: Any, dtype: Any, error: Exception) -> VariableTypeError:
+    return VariableTypeError(
+        message(
+            f"rx.Variable(initial_value, name={name!r}, dtype={dtype!r}): no array can be made of the initial value",
+            [f"initial_value  {_short(value)}", str(error).split("\n", 1)[0]],
+            "A variable holds an array of numbers, all rows of one length.",
+            ["a number, a nested list of numbers, an array, or a function that returns one"],
+        )
+    )
+
+
+def initial_shape(name: str, array: Any, shape: Any) -> VariableTypeError:
+    return VariableTypeError(
+        message(
+            f"rx.Variable(initial_value, name={name!r}, shape={shape!r}): the initial value has another shape",
+            [f"initial_value  {_short(array)}"],
+            instead=["leave `shape` out", "a number, which fills any shape"],
+        )
+    )
+
+
+def positional_options(more: Any) -> TypeError:
+    return TypeError(
+        message(
+            "rx.Variable(initial_value, ...) got more than its initial value by position",
+            [_short(x) for x in more],
+            "tf.Variable takes `trainable` there; words are easier to read.",
+            ["rx.Variable(initial_value, trainable=False, name=...)"],
+        )
+    )
+
+
+def copied_in_a_run(variable: Any, call: str) -> ContextError:
+    return ContextError(
+        message(
+            f"copy.{call}({variable.name}) inside a run",
+            [repr(variable)],
+            "The step goes on with the variables that there are, and a copy would miss what it has assigned so far.",
+            ["copy it before the run", f"{variable.name}.value is an array, which cannot change"],
+        )
+    )
+
+
+def pickled_variable(variable: Any) -> TypeError:
+    return TypeError(
+        message(
+            "A variable cannot be pickled",
+            [repr(variable)],
+            "It lies on devices of this process, under a strategy of this process.",
+            ["rx.Checkpoint(w=w).save(path)", "pickle.dumps(w.numpy())"],
+        )
+    )
 
 
 def traced_initial_value(name: str, value: Any) -> VariableError:
@@ -1191,7 +1295,7 @@ def not_non_slot_devices(devices: Any) -> DeviceSpecError:
         message(
             "strategy.extended.update_non_slot(devices, fn, ...) takes what non_slot_devices(variables) returned",
             [_short(devices)],
-            "That is a tuple of devices.",
+            "That is a tuple of the strategy's devices.",
             ["devices = strategy.extended.non_slot_devices(variables)"],
         )
     )
@@ -1235,6 +1339,28 @@ def no_devices_by_default(what: str) -> ContextError:
     return ContextError(
         f"`{what}` of the default strategy: it is unsupported by default, as the default strategy places nothing. Make a "
         'strategy that does, rx.OneDeviceStrategy("cpu:0") say, or ask jax.devices().'
+    )
+
+
+def broadcast_by_default(destinations: Any) -> NotAvailableError:
+    return NotAvailableError(
+        message(
+            "strategy.extended.broadcast_to(tensor, destinations) of the default strategy",
+            [f"destinations  {_short(destinations)}"],
+            "The default strategy places nothing, so it has no devices to send a value to.",
+            ["broadcast_to(tensor, None), which is `tensor`", "jax.device_put(tensor, device)"],
+        )
+    )
+
+
+def no_variables_for_non_slot() -> InputError:
+    return InputError(
+        message(
+            "strategy.extended.non_slot_devices(var_list) of no variables",
+            ["var_list  []"],
+            "This strategy keeps state that belongs to no variable beside the variable whose name comes first.",
+            ["strategy.extended.non_slot_devices(variables)"],
+        )
     )
 
 
@@ -1379,10 +1505,6 @@ def unequal_copies(fn: Any, variable: Any, site: Any, copies: Sequence[Any]) -> 
             ],
         )
     )
-
-
-class ComponentsError(InputError):
-    """A value per replica of a strategy with another number of replicas."""
 
 
 def wrong_number_of_components(argument: str, components: int, replicas: int) -> InputError:

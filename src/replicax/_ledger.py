@@ -219,7 +219,7 @@ class TracedLedger:
         """This replica's component. What was laid out on the host before becomes part of the program."""
         if value.form == TRACED:
             return value.data
-        host.check_replicas("strategy.run(step)", self.placement, value)
+        value = host.check_replicas("strategy.run(step)", self.placement, value)
         if value.mask is not None or len(self.placement.local_replicas) < self.placement.replicas:
             raise _errors.captured_per_replica(value)
         if value.form == PARTS:

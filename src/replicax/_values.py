@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import register_dataclass
 
 from replicax import _context, _errors, _jax
@@ -72,12 +72,13 @@ class PerReplica(DistributedValues):
     def __repr__(self) -> str:
         if self.form == TRACED:
             return f"PerReplica(traced {self.data.aval.str_short()})"
-        if isinstance(self.data, jax.Array) and not isinstance(self.data, Tracer) and self.data.is_deleted():
-            return f"PerReplica({self.form}, {jax.typeof(self.data).str_short()}, deleted)"
-        if isinstance(self.data, (Tracer, jax.ShapeDtypeStruct)):
-            return f"PerReplica({self.form}, {jax.typeof(self.data).str_short()})"
-        lines = ",\n".join(f"  {i}: {value!r}" for i, value in enumerate(components(self)))
-        return f"PerReplica:{{\n{lines}\n}}"
+        if _can_be_opened(self):
+            lines = ",\n".join(f"  {i}: {value!r}" for i, value in enumerate(components(self)))
+            return f"PerReplica:{{\n{lines}\n}}"
+        if not isinstance(self.data, (jax.Array, jax.ShapeDtypeStruct)):
+            return f"PerReplica({self.data!r}, {self.form!r})"
+        gone = isinstance(self.data, jax.Array) and not isinstance(self.data, Tracer) and self.data.is_deleted()
+        return f"PerReplica({self.form}, {jax.typeof(self.data).str_short()}{', deleted' if gone else ''})"
 
     def __eq__(self, other: object) -> bool:
         if self is other or not isinstance(other, PerReplica) or not isinstance(self.data, jax.ShapeDtypeStruct):
@@ -144,7 +145,7 @@ def is_per_replica(x: Any) -> bool:
 def components(value: PerReplica) -> tuple[Any, ...]:
     """This process's components of a host value; padding rows are left out."""
     if value.form == PARTS:
-        return tuple(value.data)
+        return parts_of(value)
     if isinstance(value.data, jax.ShapeDtypeStruct):
         return _specs(value)
     blocks = _blocks(value.data)
@@ -166,14 +167,71 @@ def _specs(value: PerReplica) -> tuple[jax.ShapeDtypeStruct, ...]:
     return (jax.ShapeDtypeStruct(shape, value.data.dtype),) * here
 
 
+def parts_of(value: PerReplica) -> tuple[Any, ...]:
+    """The components that are held one by one."""
+    if not isinstance(value.data, (tuple, list)):
+        raise _errors.not_components(value.data)
+    return tuple(value.data)
+
+
+def is_laid_over(mesh: Mesh, value: PerReplica) -> bool:
+    """Whether a value lies over the replicas of this mesh, or is being traced or described."""
+    return (
+        isinstance(value.data, (Tracer, jax.ShapeDtypeStruct))
+        or getattr(getattr(value.data, "sharding", None), "mesh", None) is mesh
+    )
+
+
+def laid_again(placement: Placement, value: PerReplica) -> PerReplica:
+    """A value that was taken off the replicas' devices (`jax.device_get`, say), laid over them again."""
+    refuse_misfit(placement, value)
+    data, mask = jax.device_put((value.data, value.mask), placement.split)
+    return PerReplica(data, value.form, mask)
+
+
+def refuse_misfit(placement: Placement, value: PerReplica) -> None:
+    """Raises if an array is too long or too short to hold a component for each replica."""
+    shape, replicas = np.shape(value.data), placement.replicas
+    if not shape or shape[0] % replicas or value.form == STACKED and shape[0] != replicas:
+        raise _errors.not_laid_out(value.data)
+
+
 def _blocks(array: jax.Array) -> list[jax.Array]:
     """The addressable blocks along axis 0, one per replica."""
     if isinstance(array, Tracer):
         raise _errors.components_of_traced(array)
+    mesh = _mesh_of(array)
+    if mesh is None:
+        raise _errors.not_laid_out(array)
     if array.is_deleted():
         raise _errors.deleted_value(array)
-    if array.size == 0 and isinstance(array.sharding, NamedSharding):
-        return _empty_blocks(array, array.sharding.mesh)
+    if array.size == 0:
+        return _empty_blocks(array, mesh)
+    blocks = _shards(array)
+    if len(blocks) * mesh.size != mesh.shape[AXIS] * len(array.sharding.addressable_devices):  # whole on every device
+        blocks = _shards(jax.device_put(array, NamedSharding(mesh, PartitionSpec(AXIS))))
+    return blocks
+
+
+def _mesh_of(array: Any) -> Mesh | None:
+    """The mesh over whose replicas an array lies, or could lie."""
+    sharding = getattr(array, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return None
+    replicas = sharding.mesh.shape.get(AXIS)
+    return sharding.mesh if replicas and array.ndim and array.shape[0] % replicas == 0 else None
+
+
+def _can_be_opened(value: PerReplica) -> bool:
+    if value.form == PARTS:
+        return isinstance(value.data, (tuple, list))
+    array = value.data
+    if not isinstance(array, jax.Array) or isinstance(array, Tracer) or array.is_deleted():
+        return False
+    return value.form in (ROWS, STACKED) and _mesh_of(array) is not None
+
+
+def _shards(array: jax.Array) -> list[jax.Array]:
     by_start: dict[int, jax.Array] = {}
     for shard in array.addressable_shards:
         start = shard.index[0].start or 0 if shard.index else 0

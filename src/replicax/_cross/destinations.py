@@ -43,7 +43,7 @@ def _named(words: str | jax.Device | Sequence[Any]) -> tuple[jax.Device, ...]:
         raise _errors.empty_destinations()
     if not all(isinstance(word, (str, jax.Device)) for word in words):
         raise _errors.not_a_destination(words)
-    return tuple(map(resolve, words))
+    return tuple(dict.fromkeys(map(resolve, words)))
 
 
 def in_order(sharding: Sharding) -> tuple[jax.Device, ...]:

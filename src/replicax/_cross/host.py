@@ -24,7 +24,17 @@ from replicax._cross.slices import IndexedSlices, is_slices
 from replicax._host import dispatch_lock
 from replicax._options import CommunicationOptions, ReduceOp
 from replicax._placement import AXIS, Placement
-from replicax._values import PARTS, ROWS, STACKED, PerReplica, lay_out
+from replicax._values import (
+    PARTS,
+    ROWS,
+    STACKED,
+    PerReplica,
+    is_laid_over,
+    laid_again,
+    lay_out,
+    parts_of,
+    refuse_misfit,
+)
 
 PyTree = Any
 
@@ -44,7 +54,7 @@ def reduce(
             results[i] = _reduce_slices(placement, op, value, axis)
         elif not isinstance(value, PerReplica):
             results[i] = reduce_plain(op, value, axis, placement.replicas)
-        elif check_replicas("strategy.reduce(...)", placement, value).form == PARTS:
+        elif (value := check_replicas("strategy.reduce(...)", placement, value)).form == PARTS:
             results[i] = _reduce_parts(ops, placement, op, value, axis, options)
         elif value.mask is not None and value.form == STACKED:  # single examples, of which some replicas have none
             rows = PerReplica(value.data, ROWS, value.mask)
@@ -91,7 +101,8 @@ def gather(placement: Placement, value: Any, axis: int) -> Any:
         return parts.concatenate([value], axis)  # which refuses them
     if not isinstance(value, PerReplica):
         return _of_each(placement, value, axis) if lies_on_all(placement, value) else value
-    if check_replicas("strategy.gather(...)", placement, value).form == PARTS:
+    value = check_replicas("strategy.gather(...)", placement, value)
+    if value.form == PARTS:
         return parts.concatenate(_of_all(placement, value.data), axis)
     axis = parts.gather_axis(
         axis, [jax.ShapeDtypeStruct((), value.data.dtype) if value.form == STACKED else value.data]
@@ -102,15 +113,19 @@ def gather(placement: Placement, value: Any, axis: int) -> Any:
         return _gathering(placement, axis)(value.data)
 
 
-def check_replicas(call: str, placement: Placement, value: PerReplica) -> PerReplica:
-    """`value`, if it has a component for each replica of `placement`."""
+def check_replicas(call: str, placement: Placement, value: PerReplica, name: str = "value") -> PerReplica:
+    """`value`, if it has a component for each replica of `placement`; laid over them again if it was taken off them."""
     if value.form == PARTS:
-        fits = len(value.data) == len(placement.local_replicas)
-    else:
+        if len(parts_of(value)) != len(placement.local_replicas):
+            raise _errors.of_other_replicas(call, value, placement, name)
+        return value
+    if not is_laid_over(placement.mesh, value):
         there = placement_of(value)
-        fits = there is None or there.mesh == placement.mesh
-    if not fits:
-        raise _errors.of_other_replicas(call, value, placement)
+        if there is None:
+            return laid_again(placement, value)
+        if there.mesh != placement.mesh:
+            raise _errors.of_other_replicas(call, value, placement, name)
+    refuse_misfit(placement, value)
     return value
 
 

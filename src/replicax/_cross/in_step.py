@@ -22,7 +22,7 @@ from replicax._cross.packing import Packing
 from replicax._cross.slices import IndexedSlices, is_slices
 from replicax._options import CommunicationOptions, ReduceOp
 from replicax._placement import AXIS, Placement
-from replicax._values import PARTS, PerReplica
+from replicax._values import PARTS, PerReplica, is_per_replica
 
 PyTree = Any
 Arrays = list[jax.Array]
@@ -65,7 +65,7 @@ def all_reduce(ops: Ops, placement: Placement, op: ReduceOp, value: PyTree, opti
 
 def first(placement: Placement, value: PyTree) -> PyTree:
     """Replica 0's `value`, on every replica."""
-    leaves, tree = jax.tree.flatten(value, is_leaf=is_one)
+    leaves, tree = jax.tree.flatten(value, is_leaf=is_per_replica)
     if not leaves:
         return value
     keys = {i: jax.random.key_impl(leaf) for i, leaf in enumerate(leaves) if dtypes.is_key(leaf)}

@@ -7,7 +7,7 @@ steps (`algorithm`) as well as on the host (`reduce` and its relatives). Users w
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from replicax._cross.packing import Packing
 from replicax._cross.slices import IndexedSlices, is_slices
 from replicax._options import CommunicationOptions, ReduceOp, is_count
 from replicax._placement import Placement
-from replicax._values import PARTS, TRACED, PerReplica, components, lay_out
+from replicax._values import PARTS, TRACED, PerReplica, components, is_per_replica, lay_out, parts_of
 
 PyTree = Any
 Pairs = Sequence[tuple[Any, Any]]
@@ -113,6 +113,8 @@ class CrossDeviceOps:
         [1.0, 3.0]
         """
         op = _checked_op(reduce_op)
+        if not isinstance(value_destination_pairs, Iterable):
+            raise _errors.not_pairs(value_destination_pairs)
         pairs = [_checked_pair(pair) for pair in value_destination_pairs]
         options = CommunicationOptions.parse(options)
         results = [self._at_once(op, *pair, options) for pair in pairs]
@@ -133,6 +135,8 @@ class CrossDeviceOps:
         3.0 True
         """
         devices_of(destinations)
+        if any(isinstance(leaf, PerReplica) for leaf in jax.tree.leaves(tensor, is_leaf=is_per_replica)):
+            raise _errors.broadcast_of_per_replica(tensor)
         return self.broadcast_implementation(tensor, destinations)
 
     def gather(
@@ -170,7 +174,7 @@ class CrossDeviceOps:
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """The hook behind `broadcast`."""
-        array = jax.tree.map(jnp.asarray, tensor)
+        array = jax.tree.map(functools.partial(dtypes.as_array, "broadcast"), tensor)
         return copies(array, devices_of(destinations))
 
     def _at_once(self, op: ReduceOp, value: PerReplica, destinations: Any, options: CommunicationOptions) -> Any:
@@ -339,7 +343,10 @@ def _checked_pair(pair: Any) -> tuple[PerReplica, Any]:
         raise _errors.not_a_value_and_destinations(pair)
     value, destinations = pair
     devices_of(destinations)
-    return _as_per_replica(value), destinations
+    value = _as_per_replica(value)
+    if value.form == PARTS and not parts_of(value):
+        raise _errors.no_components()
+    return value, destinations
 
 
 def _as_per_replica(value: Any) -> PerReplica:
@@ -350,7 +357,7 @@ def _as_per_replica(value: Any) -> PerReplica:
         return _slices_per_replica(value)
     if hasattr(value, "distribute_strategy"):  # a variable, which stands below this file
         return PerReplica(value.value, TRACED) if _in_traced_run() else PerReplica(value.values)
-    if isinstance(value, (list, tuple, str)):
+    if value is None or isinstance(value, (list, tuple, str)):
         raise _errors.not_per_replica(value)
     array = jnp.asarray(value)
     if not parts.is_concrete(array) or len(array.devices()) == 1 or not array.is_fully_replicated:

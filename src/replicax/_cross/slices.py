@@ -36,6 +36,9 @@ class IndexedSlices:
     dense_shape: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("values", "indices"):
+            if isinstance(getattr(self, name), (list, tuple)):  # which JAX would take apart
+                object.__setattr__(self, name, jnp.asarray(getattr(self, name)))
         if self.dense_shape is not None and type(self.dense_shape) is not tuple:
             object.__setattr__(self, "dense_shape", tuple(map(int, self.dense_shape)))  # it must be hashable
 

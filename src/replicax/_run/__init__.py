@@ -14,12 +14,13 @@ from replicax._ledger import TracedLedger
 from replicax._options import RunOptions
 from replicax._run import arguments, eager
 from replicax._run.trace import site_of
-from replicax._values import PARTS, PerReplica
+from replicax._values import PerReplica
 
 if TYPE_CHECKING:
     from replicax._strategy.base import Strategy
 
 _DIRECT = arguments.DIRECT
+_ARRAY = _jax.ConcreteArray
 
 
 def run(
@@ -47,8 +48,13 @@ def run(
     elif not kwargs:
         program = strategy.programs.get(fn)
         if program is not None:
+            mesh = strategy.placement.mesh
             for arg in args:
-                if type(arg) not in _DIRECT or type(arg) is PerReplica and arg.form == PARTS:
+                if (
+                    type(arg) not in _DIRECT
+                    or type(arg) is PerReplica
+                    and not (type(arg.data) is _ARRAY and getattr(arg.data.sharding, "mesh", None) is mesh)
+                ):
                     break
             else:
                 try:

@@ -8,7 +8,7 @@ replica sees its own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -17,19 +17,24 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from replicax import _errors, _jax
+from replicax._context import checked_call
+from replicax._cross import host
 from replicax._placement import AXIS, Placement
-from replicax._values import PARTS, PerReplica, fits_device, lay_out
+from replicax._values import PARTS, PerReplica, fits_device, is_laid_over, lay_out, parts_of
 
 PyTree = Any
 
 DIRECT = frozenset({PerReplica, _jax.ConcreteArray})
 """Arguments of these types go to the compiled program as they are."""
 
+RUN = "strategy.run(step, ...)"
+
 checks: list[Callable[[Callable[..., Any], Any], None]] = []
 """Called with a step and what it is given, ``(args, kwargs)``, when it is traced. How layer libraries refuse arguments."""
 
 _NUMBERS = (int, float, complex, np.ndarray, np.generic)
-_TRACEABLE = frozenset({_jax.ConcreteArray, np.ndarray, int, float})
+_LOOKED_AT = frozenset({np.ndarray, PerReplica})
+_TRACEABLE = frozenset({_jax.ConcreteArray, int, float}) | _LOOKED_AT
 
 
 @jax.tree_util.register_static
@@ -70,14 +75,19 @@ def is_special(x: Any) -> bool:
 def prepared(placement: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, tuple[Any, ...]]:
     """The call as a program takes it; most calls can go as they are."""
     try:
-        leaves = jax.tree.leaves((args, kwargs), is_leaf=lambda x: type(x) is PerReplica and x.form == PARTS)
+        leaves = jax.tree.leaves((args, kwargs), is_leaf=lambda x: type(x) is PerReplica)
     except ValueError as error:
         raise _errors.not_a_tree("an argument", error) from error
-    if _TRACEABLE.issuperset(map(type, leaves)) and all(
-        fits_device(leaf.dtype) for leaf in leaves if type(leaf) is np.ndarray
-    ):
+    kinds = set(map(type, leaves))
+    if kinds <= _TRACEABLE and all(_goes_as_it_is(placement, leaf) for leaf in leaves if type(leaf) in _LOOKED_AT):
         return args, kwargs, ()
     return _prepare(placement, args, kwargs)
+
+
+def _goes_as_it_is(placement: Placement, leaf: np.ndarray | PerReplica) -> bool:
+    if isinstance(leaf, np.ndarray):
+        return fits_device(leaf.dtype)
+    return leaf.form != PARTS and is_laid_over(placement.mesh, leaf)
 
 
 def _prepare(placement: Placement, args: Any, kwargs: Any) -> tuple[Any, Any, tuple[Any, ...]]:
@@ -89,7 +99,7 @@ def _prepare(placement: Placement, args: Any, kwargs: Any) -> tuple[Any, Any, tu
         if kind is _jax.ConcreteArray:
             return leaf
         if kind is PerReplica:
-            return _laid(placement, path, leaf) if leaf.form == PARTS else leaf
+            return _laid(placement, path, leaf)
         if isinstance(leaf, np.ndarray) and not fits_device(leaf.dtype):
             raise _errors.no_array_of_jax(where(path), leaf)
         if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, *_NUMBERS)) and kind not in (bool, np.str_, np.bytes_):
@@ -108,13 +118,22 @@ def _prepare(placement: Placement, args: Any, kwargs: Any) -> tuple[Any, Any, tu
 
 
 def _laid(placement: Placement, path: Any, value: PerReplica) -> PerReplica:
-    parts, replicas = len(value.data), len(placement.local_replicas)
+    if value.form != PARTS:
+        return host.check_replicas(RUN, placement, value, where(path))
+    parts, replicas = len(parts_of(value)), len(placement.local_replicas)
     if parts != replicas:
         raise _errors.wrong_number_of_components(where(path), parts, replicas)
     laid = lay_out(placement, value.data)
     if laid.form == PARTS:
         raise _errors.ragged_argument(where(path), value)
     return laid
+
+
+def refuse_misfits(placement: Placement, args: Any, kwargs: Any) -> None:
+    """Raises if a value per replica has rows that cannot be handed out evenly."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=is_special):
+        if isinstance(leaf, PerReplica):
+            host.check_replicas(RUN, placement, leaf, where(path))
 
 
 def where(path: Any) -> str:
@@ -124,13 +143,7 @@ def where(path: Any) -> str:
 
 def check_call(fn: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and the keyword arguments of a call of `run`, whatever the user wrote them as."""
-    if not callable(fn):
-        raise _errors.step_not_callable(fn)
-    if not isinstance(args, (list, tuple)):
-        raise _errors.arguments_not_a_list(args)
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise _errors.keywords_not_a_mapping(kwargs)
-    return tuple(args), dict(kwargs or {})
+    return checked_call("strategy.run({})", "step", fn, args, kwargs)
 
 
 def refuse_unusable(fn: Callable[..., Any], args: Any, kwargs: Any, cause: Exception | None = None) -> None:

@@ -39,11 +39,11 @@ from replicax._host import dispatch_lock
 from replicax._locality import Finding, Mirrored, Site, State, call_site, differs, origin_of
 from replicax._options import CommunicationOptions, ReduceOp, RunOptions, VariableAggregation
 from replicax._placement import AXIS, Placement
-from replicax._run.arguments import checks, equal, names, refuse_hidden_arrays, refuse_unrun, refuse_unusable
+from replicax._run.arguments import RUN, checks, equal, names, refuse_hidden_arrays, refuse_unrun, refuse_unusable
 from replicax._run.copies import Copies, same_bits
 from replicax._run.operations import EagerArray, EagerTrace, Tape, concrete
 from replicax._run.rendezvous import Call, Rendezvous
-from replicax._values import PARTS, ROWS, STACKED, PerReplica, _blocks, fits_device, lay_out, regroup
+from replicax._values import PARTS, ROWS, STACKED, PerReplica, _blocks, fits_device, lay_out, parts_of, regroup
 
 if TYPE_CHECKING:
     from replicax._strategy.base import Strategy
@@ -226,7 +226,11 @@ class EagerLedger:
         if value.mask is not None:
             raise _errors.captured_per_replica(value)
         part = _component(value, self, "captured")
-        return part if isinstance(part, EagerArray) else self.trace.enter(jnp.asarray(part), differs("it was captured"))
+        if isinstance(part, EagerArray):
+            return part
+        with _jax.outside_of_traces():
+            part = jnp.asarray(part)
+        return self.trace.enter(part, differs("it was captured"))
 
     # -- variables
 
@@ -239,6 +243,9 @@ class EagerLedger:
 
     def read_across(self, variable: Variable) -> Any:
         """An on-read variable as code across replicas sees it: its components combined."""
+        mode = _context.current()
+        if mode is not None and mode.replica is not None:
+            return self.merge_call(lambda _: self.run.ledgers[0].read_across(variable), (), {})
         parts = self.components(variable)
         if self.run.placement.replicas == 1 or variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return parts[0]
@@ -413,6 +420,7 @@ class _Context(ReplicaContext):
 
     @property
     def replica_id_in_sync_group(self) -> int:
+        self._require("replica_id_in_sync_group")
         assert self._ledger is not None
         return self._ledger.replica_id()
 
@@ -532,10 +540,12 @@ def _thread_like_this_one() -> Callable[[], None]:
 
 def _component(value: Any, ledger: EagerLedger, label: str) -> Any:
     """A replica's part of a per-replica argument or of its mask, padding included."""
+    if isinstance(value, PerReplica) and value.form != PARTS:
+        value = host.check_replicas(RUN, ledger.run.placement, value, f"argument {label}")
     if not isinstance(value, PerReplica):
         parts: Sequence[Any] = _blocks(value)
     elif value.form == PARTS:
-        parts = value.data
+        parts = parts_of(value)
     else:
         parts = [block.reshape(block.shape[1:]) if value.form == STACKED else block for block in _blocks(value.data)]
     if len(parts) != len(ledger.run.ledgers):

@@ -196,17 +196,15 @@ class Program:
             raise error
         mirrored, here = self.placement.mirrored, set(self.placement.mesh.devices.flat)
 
-        def place(path: Any, leaf: Any) -> Any:
+        def place(leaf: Any) -> Any:
             if isinstance(leaf, PerReplica):
-                if isinstance(leaf.data, jax.Array) and set(leaf.data.devices()) != here:
-                    raise _errors.other_devices(arguments.where(path), leaf.data, self.strategy) from error
-                return leaf
+                return leaf  # it does lie here, or it would not have come so far
             if isinstance(leaf, jax.Array) and set(leaf.devices()) != here:
                 return jax.device_put(leaf, mirrored)
             return leaf
 
         before = (args, kwargs)
-        after = jax.tree_util.tree_map_with_path(place, before, is_leaf=lambda x: isinstance(x, PerReplica))
+        after = jax.tree.map(place, before, is_leaf=lambda x: isinstance(x, PerReplica))
         if all(a is b for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)):
             raise error
         return after
@@ -246,6 +244,7 @@ class Program:
     def _learn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Traces the function for arguments like these and makes room for the variables it turned out to use."""
         arguments.refuse_unusable(self.fn, args, kwargs)
+        arguments.refuse_misfits(self.placement, args, kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
         made = len(self.memory.created)
         try:

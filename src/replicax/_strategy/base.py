@@ -359,7 +359,10 @@ class Strategy:
     # -- taking apart and putting together
 
     def experimental_local_results(self, value: PyTree) -> tuple[Any, ...]:
-        """One entry per replica of this process.
+        """One entry per replica of this process: its part of a value per replica, or its copy of one that all have.
+
+        A structure becomes one structure per replica. A number, an object or an array that lies on no replica in particular
+        is not a replica's: it is the only entry.
 
         >>> import jax, replicax as rx
         >>> strategy = rx.MirroredStrategy(jax.devices()[:2])
@@ -367,14 +370,14 @@ class Strategy:
         >>> [int(i) for i in strategy.experimental_local_results(ids)]
         [0, 1]
         """
-        if self.num_replicas_in_sync == 1:
-            return (value.values[0],) if isinstance(value, PerReplica) else (value,)
-        if isinstance(value, Variable):
-            return value.values
+        if isinstance(value, PerReplica):
+            return tuple(self.local_entries(value))
+        if self.num_replicas_in_sync == 1 or self._is_of_no_replica(value):
+            return (value,)
         leaves, tree = jax.tree.flatten(value, is_leaf=_is_per_replica)
-        opened = [self._components(leaf) for leaf in leaves]
+        opened = [self.local_entries(leaf, "a part of the structure") for leaf in leaves]
         return tuple(
-            jax.tree.unflatten(tree, [components[i] for components in opened])
+            jax.tree.unflatten(tree, [entries[i] for entries in opened])
             for i in range(len(self.placement.local_replicas))
         )
 
@@ -382,14 +385,24 @@ class Strategy:
         """The former name of `experimental_local_results`."""
         return self.experimental_local_results(value)
 
-    def _components(self, leaf: Any) -> Sequence[Any]:
+    def _is_of_no_replica(self, value: Any) -> bool:
+        """Whether `value` is one thing that the replicas have no copies of."""
+        if isinstance(value, jax.Array):
+            mode = _context.current()
+            in_run = mode is not None and mode.ledger is not None  # where arrays lie on all replicas
+            return not (in_run or isinstance(value, Tracer) or host.lies_on_all(self.placement, value))
+        return value is None or not isinstance(value, Variable) and jax.tree_util.all_leaves([value])
+
+    def local_entries(self, leaf: Any, name: str = "value") -> Sequence[Any]:
         """One entry per replica of this process: its own component, its copy of a mirrored array, or what all share."""
-        mode = _context.current()
+        mode, call = _context.current(), "strategy.experimental_local_results(...)"
         if isinstance(leaf, PerReplica) and (leaf.form == TRACED or _is_across_in_run(mode)):
-            mode = _context.require_cross(self, "strategy.experimental_local_results(...)")
+            mode = _context.require_cross(self, call)
             assert mode is not None and mode.ledger is not None
             return mode.ledger.components(leaf)
         if isinstance(leaf, PerReplica):
+            return host.check_replicas(call, self.placement, leaf, name).values
+        if isinstance(leaf, Variable) and self.num_replicas_in_sync > 1:
             return leaf.values
         copies = {}
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
@@ -407,10 +420,15 @@ class Strategy:
         """
         replicas = self.num_replicas_in_sync
         _context.require_cross(self, "strategy.experimental_distribute_values_from_function(...)")
+        if not callable(value_fn):
+            raise _errors.not_a_function(
+                "strategy.experimental_distribute_values_from_function({})", "value_fn", value_fn
+            )
         made = [value_fn(ValueContext(i, replicas)) for i in self.placement.local_replicas]
         if replicas == 1:
             return made[0]
-        return _values.regroup(made, lambda parts: _values.lay_out(self.placement, parts), always_wrap=True)
+        with jax.ensure_compile_time_eval():  # in an rx.function they are constants of the program
+            return _values.regroup(made, lambda parts: _values.lay_out(self.placement, parts), always_wrap=True)
 
     # -- names of 2019 that are found elsewhere now, or have nothing left to do
 

@@ -13,9 +13,11 @@ import jax
 
 from replicax import _context, _errors
 from replicax._cross.destinations import copies, devices_of
+from replicax._cross.parts import is_concrete
 from replicax._options import CommunicationOptions, ReduceOp, VariableAggregation
 from replicax._placement import Placement
 from replicax._values import PerReplica
+from replicax._variables.variable import Variable
 
 if TYPE_CHECKING:
     from replicax._strategy.base import Strategy
@@ -61,9 +63,18 @@ def broadcast_to(strategy: Strategy, value: PyTree, destinations: Any) -> PyTree
     _context.require_cross(strategy, "strategy.extended.broadcast_to(...)")
     if _differs(value):
         raise _errors.broadcast_of_per_replica(value)
-    return jax.tree.map(
-        lambda leaf: leaf if isinstance(leaf, (int, float)) else sent(strategy.placement, leaf, destinations), value
-    )
+    devices = devices_or_all(strategy.placement, destinations)
+    mode = _context.current()
+    in_run = mode is not None and mode.ledger is not None
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, Variable):
+            leaf = leaf.value
+        if in_run or isinstance(leaf, (int, float)) or not is_concrete(leaf):
+            return leaf
+        return strategy.cross_device_ops.broadcast(leaf, devices)
+
+    return jax.tree.map(one, value)
 
 
 def sent(placement: Placement, value: PyTree, destinations: Any) -> PyTree:

@@ -91,7 +91,9 @@ class StrategyExtended:
 
     def broadcast_to(self, tensor: PyTree, destinations: Any) -> PyTree:
         """Copies one value to the devices of `destinations`; Python numbers stay what they are."""
-        if destinations is None and self._strategy is _context.default_strategy():
+        if self._strategy is _context.default_strategy():
+            if destinations is not None:
+                raise _errors.broadcast_by_default(destinations)
             return tensor
         return _destinations.broadcast_to(self._strategy, tensor, _one(destinations))
 

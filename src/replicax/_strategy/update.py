@@ -14,6 +14,7 @@ import jax
 
 from replicax import _context, _errors
 from replicax._context import Kind, Mode
+from replicax._devices import resolve
 from replicax._values import PerReplica, lay_out, regroup, select_replica
 from replicax._variables.variable import Variable
 
@@ -38,6 +39,7 @@ def update(
     """
     _check_variable(strategy, variable)
     call = f"strategy.extended.update({variable.name}, fn, ...)"
+    args, kwargs = _context.checked_call("strategy.extended.update(var, {})", "fn", fn, args, kwargs)
     apart = variable.on_read and strategy.num_replicas_in_sync > 1
     alone = variable.placement.parameter_device is not None
 
@@ -57,9 +59,10 @@ def update_non_slot(
 ) -> PyTree:
     """Runs ``fn(*args, **kwargs)`` for state that belongs to no variable, where `non_slot_devices` says it lies."""
     call = "strategy.extended.update_non_slot(devices, fn, ...)"
+    args, kwargs = _context.checked_call("strategy.extended.update_non_slot(devices, {})", "fn", fn, args, kwargs)
     alone = isinstance(colocate_with, Variable)
-    if not alone and strategy.num_replicas_in_sync > 1 and not isinstance(colocate_with, (tuple, list)):
-        raise _errors.not_non_slot_devices(colocate_with)
+    if not alone and strategy.num_replicas_in_sync > 1:
+        _check_devices(strategy, colocate_with)
 
     def across(strategy: Strategy, /, *args: Any, **kwargs: Any) -> PyTree:
         return _carry_out(strategy, call, fn, args, kwargs, False, alone, group)
@@ -71,6 +74,8 @@ def non_slot_devices(strategy: Strategy, variables: Sequence[Variable]) -> Any:
     """Where state that belongs to no variable should lie: all devices, or beside one variable that all agree on."""
     if strategy.placement.parameter_device is None and strategy is not _context.default_strategy():
         return strategy.placement.devices
+    if not variables:
+        raise _errors.no_variables_for_non_slot()
     return min(variables, key=lambda variable: variable.name)
 
 
@@ -118,7 +123,7 @@ def ungrouped(strategy: Strategy, merged: PyTree, alone: bool, kind: type[Any] =
     """Each leaf as a tuple, or list, with one entry per component; a variable that exists only once has one."""
 
     def components(leaf: Any) -> Any:
-        return kind((leaf,) if alone else strategy.experimental_local_results(leaf))
+        return kind((leaf,) if alone else strategy.local_entries(leaf))
 
     return jax.tree.map(components, merged, is_leaf=lambda leaf: leaf is None or isinstance(leaf, PerReplica))
 
@@ -128,6 +133,12 @@ def _check_variable(strategy: Strategy, variable: Any) -> None:
         raise _errors.update_of_no_variable(variable)
     if variable.strategy is not strategy and strategy.num_replicas_in_sync > 1:
         raise _errors.update_of_foreign_variable(variable, strategy)
+
+
+def _check_devices(strategy: Strategy, devices: Any) -> None:
+    words = devices if isinstance(devices, (tuple, list)) else ()
+    if not words or not set(map(resolve, words)) <= set(strategy.placement.mesh.devices.flat):
+        raise _errors.not_non_slot_devices(devices)
 
 
 def _refuse_per_replica(call: str, args: Any, kwargs: Any) -> None:

@@ -42,8 +42,15 @@ def initial_array(initial: Any, dtype: Any, shape: Sequence[int] | None, name: s
             raise _errors.no_initial_value(name)
         if isinstance(value, Tracer):
             raise _errors.traced_initial_value(name, value)
-        array = jnp.array(value, dtype=dtype, copy=True)
+        try:
+            array = jnp.array(value, dtype=dtype, copy=True)
+        except _errors.ReplicaxError:
+            raise
+        except (TypeError, ValueError, OverflowError) as error:
+            raise _errors.not_an_initial_value(name, value, dtype, error) from error
         if shape is not None and tuple(shape) != array.shape:
+            if array.ndim:
+                raise _errors.initial_shape(name, array, tuple(shape))
             array = jnp.broadcast_to(array, tuple(shape))
         if _is_weak(array):  # else the first step changes the type and the second call compiles again
             array = lax.convert_element_type(array, array.dtype)

@@ -36,16 +36,22 @@ FIRST = VariableAggregation.ONLY_FIRST_REPLICA
 
 def parse_synchronization(word: VariableSynchronization | str | None, name: str) -> VariableSynchronization:
     """ON_WRITE or ON_READ, from what the user wrote."""
+    found = as_synchronization(word, name)
+    return VariableSynchronization.ON_WRITE if found is VariableSynchronization.AUTO else found
+
+
+def as_synchronization(word: VariableSynchronization | str | None, name: str) -> VariableSynchronization:
+    """What the user wrote, as a member of the enum."""
     sync = VariableSynchronization
     if word is None:
-        return sync.ON_WRITE
+        return sync.AUTO
     if isinstance(word, str) and word.upper() in sync.__members__:
         word = sync[word.upper()]
     if word is sync.NONE:
         raise _errors.synchronization_none(name)
     if not isinstance(word, sync):
         raise _errors.invalid_mode("synchronization", word, name, list(sync.__members__))
-    return sync.ON_WRITE if word is sync.AUTO else word
+    return word
 
 
 def parse_aggregation(word: VariableAggregation | str | None, name: str) -> VariableAggregation:

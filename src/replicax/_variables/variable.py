@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +23,17 @@ if TYPE_CHECKING:
     from replicax._strategy.base import Strategy
 
 _serial = itertools.count()
+_NAMELESS = "Variable"
 
 
 class _Creating(type):
     """Routes ``Variable(...)`` through the creators and the strategy in force, so that a run can hand back its own."""
 
-    def __call__(cls, initial_value: Any = None, **options: Any) -> Any:
+    def __call__(cls, initial_value: Any = None, *more: Any, **options: Any) -> Any:
+        if more:
+            raise _errors.positional_options(more)
+        options = _with_defaults(initial_value, options)
+
         def create(**kwargs: Any) -> Any:
             mode = _context.current()
             ledger = None if mode is None else mode.ledger
@@ -37,7 +43,16 @@ class _Creating(type):
 
         for creator in _context.thread.creators:
             create = _wrapped(creator, create)
-        return create(initial_value=initial_value, **options)
+        return create(**options)
+
+
+def _with_defaults(initial_value: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """All options of a new variable, as creators see them: what was left out too, and words as members of their enums."""
+    options = _DEFAULTS | options | {"initial_value": initial_value}
+    name = options["name"] or _NAMELESS
+    options["synchronization"] = sync.as_synchronization(options["synchronization"], name)
+    options["aggregation"] = sync.parse_aggregation(options["aggregation"], name)
+    return options
 
 
 def _wrapped(creator: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,6 +75,7 @@ class Variable(Scatters, metaclass=_Creating):
       aggregation: What an assignment inside a replica means: ``"none"`` (the value must be equal everywhere),
         ``"sum"``, ``"mean"`` or ``"only_first_replica"``.
       constraint: A function applied by optimizers to the updated value.
+      caching_device: Accepted for callers of tf.distribute, as is `experimental_batch_initialization`, and left alone.
       layout: How a mirrored variable lies between steps, if not as one copy per device: ``PartitionSpec("replica")`` cuts
         its first axis over the replicas, ``PartitionSpec("model")`` over the devices of each replica that is made of
         several. By default what the strategy was told for all variables. Each step sees the whole value all the same.
@@ -74,6 +90,11 @@ class Variable(Scatters, metaclass=_Creating):
     >>> print(total.numpy())
     3.0
     """
+
+    __signature__: ClassVar[inspect.Signature]
+
+    __array_priority__ = 100
+    """So that NumPy leaves ``np.ones(2) * w`` to the variable."""
 
     __slots__ = (
         "__weakref__", "_array", "_shared", "aggregation", "constraint", "dtype", "layout", "name", "on_read", "placement",
@@ -92,9 +113,11 @@ class Variable(Scatters, metaclass=_Creating):
         aggregation: VariableAggregation | str | None = None,
         constraint: Callable[[Any], Any] | None = None,
         colocate_with: Any = None,
+        caching_device: Any = None,
+        experimental_batch_initialization: bool | None = None,
         layout: PartitionSpec | None = None,
     ) -> None:
-        self.name = name or "Variable"
+        self.name = name or _NAMELESS
         self.serial = next(_serial)
         self.synchronization = sync.parse_synchronization(synchronization, self.name)
         self.aggregation = sync.parse_aggregation(aggregation, self.name)
@@ -285,6 +308,12 @@ class Variable(Scatters, metaclass=_Creating):
     def __bool__(self) -> bool:
         return bool(self.value)
 
+    def __index__(self) -> int:
+        return operator.index(self.value)
+
+    def __complex__(self) -> complex:
+        return complex(self.value)
+
     def __float__(self) -> float:
         return float(self.value)
 
@@ -297,18 +326,45 @@ class Variable(Scatters, metaclass=_Creating):
     def __neg__(self) -> jax.Array:
         return -self.value
 
+    def __pos__(self) -> jax.Array:
+        return +self.value
+
+    def __round__(self, ndigits: int | None = None) -> jax.Array:
+        return round(self.value, ndigits or 0)
+
+    def __pow__(self, other: Any, modulo: Any = None) -> jax.Array:
+        power = self.value ** (other.value if isinstance(other, Variable) else other)
+        return power if modulo is None else power % modulo
+
     def __abs__(self) -> jax.Array:
         return abs(self.value)
 
     def __invert__(self) -> jax.Array:
         return ~self.value
 
+    def __copy__(self) -> Variable:
+        return self._twin("copy")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
-        with self.strategy.scope():
-            return Variable(
-                storage.host_value(self), name=self.name, trainable=self.trainable, constraint=self.constraint,
-                synchronization=self.synchronization, aggregation=self.aggregation,
-            )  # fmt: skip
+        return memo.setdefault(id(self), self._twin("deepcopy"))
+
+    def _twin(self, call: str) -> Variable:
+        """Another variable of the same kind, with the same components."""
+        mode = _context.current()
+        self._check_strategy(mode, call)
+        if mode is not None and mode.ledger is not None:
+            raise _errors.copied_in_a_run(self, call)
+        twin = object.__new__(type(self))
+        for name in Variable.__slots__:
+            if name not in ("__weakref__", "_array"):
+                setattr(twin, name, getattr(self, name))
+        twin.serial, twin._shared = next(_serial), False
+        twin._array = jnp.copy(self._array)
+        self.strategy.made.add(twin)
+        return twin
+
+    def __reduce__(self) -> Any:
+        raise _errors.pickled_variable(self)
 
 
 def _is_key(dtype: Any) -> bool:
@@ -324,10 +380,14 @@ def _forward(name: str) -> Callable[[Variable, Any], Any]:
 
 
 # `==` stays identity, as variables are keys of dictionaries; the other operators are those of the value.
-for _name in "add sub mul truediv floordiv mod pow matmul and or xor".split():
-    setattr(Variable, f"__{_name}__", _forward(f"__{_name}__"))
+for _name in "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split():
+    if _name != "pow":
+        setattr(Variable, f"__{_name}__", _forward(f"__{_name}__"))
     setattr(Variable, f"__r{_name}__", _forward(f"__r{_name}__"))
 for _name in "lt le gt ge".split():
     setattr(Variable, f"__{_name}__", _forward(f"__{_name}__"))
 
 _jax.stands_for(Variable, operator.attrgetter("value"))
+_OPTIONS = inspect.signature(Variable.__init__)
+Variable.__signature__ = _OPTIONS.replace(parameters=[*_OPTIONS.parameters.values()][1:])
+_DEFAULTS = {name: option.default for name, option in Variable.__signature__.parameters.items()}
