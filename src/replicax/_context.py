@@ -259,16 +259,22 @@ class Scope(Generic[_Named]):
         return self._of_thread.stack
 
     def __enter__(self) -> _Named:
+        self.require_place()
         strategy, mode = self._strategy, current()
         if strategy is _default:
-            if mode is not None and mode.strategy is not _default:
-                raise _errors.nested_default_scope(mode.strategy)
             self._put_in_force(self.of_default(mode), [])
             return self._named
-        require_cross(strategy, "strategy.scope()")
         inner = Mode(strategy, Kind.CROSS) if mode is None else dataclasses.replace(mode)
         self._put_in_force(inner, [hook(strategy) for hook in scope_hooks])
         return self._named
+
+    def require_place(self) -> None:
+        """Refuses to be entered inside a replica, and inside another strategy's scope."""
+        mode = current()
+        if self._strategy is not _default:
+            require_cross(self._strategy, "strategy.scope()")
+        elif mode is not None and mode.strategy is not _default:
+            raise _errors.nested_default_scope(mode.strategy)
 
     def of_default(self, mode: Mode | None) -> Mode | None:
         """The mode that the default strategy's scope puts in force: none, as it is in force already."""

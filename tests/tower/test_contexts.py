@@ -256,3 +256,21 @@ def test_both_eras_share_one_context(distribution):
         front.call_for_each_tower(lambda: seen.append(rx.get_replica_context().strategy is strategy))
 
     assert seen == [2, True]
+
+
+@pytest.mark.parametrize(
+    "open_scope",
+    [
+        lambda distribution: distribution.scope(),
+        lambda distribution: distribution.colocate_vars_with("cpu:0"),
+        lambda distribution: distribution.tower_local_var_scope("sum"),
+    ],
+    ids=["scope", "colocate_vars_with", "tower_local_var_scope"],
+)
+def test_whether_a_block_may_begin_is_decided_by_the_call_before_it(open_scope):
+    distribution, other = (tower.MirroredStrategy(devices=jax.devices()[:2]) for _ in range(2))
+
+    with other.scope(), pytest.raises(RuntimeError, match="Mixing"):
+        open_scope(distribution)
+    with distribution.scope():
+        open_scope(distribution)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -49,8 +50,7 @@ def variable_creator_scope(creator: Creator) -> Iterator[None]:
         creators.pop()
 
 
-@contextlib.contextmanager
-def colocated(strategy: Strategy, beside: Any) -> Iterator[None]:
+def colocated(strategy: Strategy, beside: Any) -> AbstractContextManager[None]:
     """Variables made in this block lie where `beside` lies: a variable of the strategy, a device or several devices."""
     call = "colocate_vars_with(...)"
     _context.require_scope(strategy, call)
@@ -64,8 +64,7 @@ def colocated(strategy: Strategy, beside: Any) -> Iterator[None]:
         _context.require_scope(strategy, call)
         return next_creator(**options | {"colocate_with": beside})
 
-    with variable_creator_scope(create):
-        yield
+    return variable_creator_scope(create)
 
 
 def placed_beside(placement: Placement, beside: Any) -> Placement:

@@ -9,10 +9,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self, TypeVar
 
@@ -22,7 +21,7 @@ from replicax import _context, _jax
 from replicax._context import Kind, Mode, Scope
 from replicax._devices import resolve
 from replicax._input.options import InputReplicationMode
-from replicax._options import RunOptions, VariableAggregation, VariableSynchronization
+from replicax._options import RunOptions, VariableSynchronization
 from replicax._strategy import sessions
 from replicax._strategy import update as _update
 from replicax._strategy.base import Strategy
@@ -105,7 +104,9 @@ class DistributionStrategy:
 
     def scope(self) -> Scope[Self]:
         """Puts this strategy in force and enters its cross-tower context."""
-        return _Scope(self._engine, self)
+        scope = _Scope(self._engine, self)
+        scope.require_place()  # in 2018 this was decided here, and not when the block began
+        return scope
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
         """Variables made in this block lie where the given variable, device or list of devices lies."""
@@ -113,7 +114,10 @@ class DistributionStrategy:
 
     def tower_local_var_scope(self, reduce_method: Any) -> AbstractContextManager[None]:
         """Variables made in this block have a component for each tower; read across, they are combined."""
-        return _tower_local(self, _reduce.as_aggregation(reduce_method))
+        aggregation = _reduce.as_aggregation(reduce_method)
+        _context.require_scope(self._engine, "`tower_local_var_scope(reduce_method)`")
+        kind = {"synchronization": VariableSynchronization.ON_READ, "aggregation": aggregation, "trainable": False}
+        return creation.variable_creator_scope(lambda next_creator, **options: next_creator(**options | kind))
 
     # -- running
 
@@ -434,14 +438,6 @@ class _Scope(Scope[_Front]):
 
     def of_default(self, mode: Mode | None) -> Mode | None:
         return Mode(self._strategy, Kind.CROSS) if mode is None else None
-
-
-@contextlib.contextmanager
-def _tower_local(front: DistributionStrategy, aggregation: VariableAggregation) -> Iterator[None]:
-    _context.require_scope(front._engine, "`tower_local_var_scope(reduce_method)`")
-    kind = {"synchronization": VariableSynchronization.ON_READ, "aggregation": aggregation, "trainable": False}
-    with creation.variable_creator_scope(lambda next_creator, **options: next_creator(**options | kind)):
-        yield
 
 
 def _grouped(kwargs: dict[str, Any]) -> bool:
