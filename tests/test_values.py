@@ -130,6 +130,30 @@ def test_components_come_as_a_tuple(two, data):
     assert repr(rx.PerReplica(1.0, 2.0)) == "PerReplica(1.0, 2.0)"  # type: ignore[arg-type]
 
 
+def test_components_that_are_structures_make_a_structure_of_values():
+    slices = [rx.IndexedSlices(jnp.full((1, 2), i + 1.0), jnp.array([i]), (2, 2)) for i in range(2)]
+    for eager in (False, True):
+        strategy = rx.MirroredStrategy(D[:2], eager=eager)
+
+        dense = strategy.run(
+            lambda x, y: (x.to_dense(), y["a"]), (rx.PerReplica(tuple(slices)), rx.PerReplica(({"a": 1.0}, {"a": 2.0})))
+        )
+
+        assert listed(dense[0].values) == [[[1, 1], [0, 0]], [[0, 0], [2, 2]]]
+        assert listed(dense[1].values) == [1, 2]
+
+
+def test_rows_of_each_replica_stay_its_own(two):
+    value = two.experimental_distribute_values_from_function(
+        lambda c: rx.IndexedSlices(jnp.ones((1, 2)), jnp.array([c.replica_id_in_sync_group]), (2, 2))
+    )
+
+    assert listed(two.run(lambda x: x.to_dense(), (value,)).values) == [[[1, 1], [0, 0]], [[0, 0], [1, 1]]]
+    for wrong in (jnp.array(0), jnp.array([0, 1])):
+        with pytest.raises(rx.InputError, match=r"(?s)do not belong together.*indices      int32"):
+            rx.IndexedSlices(jnp.ones((1, 2)), wrong, (2, 2)).to_dense()
+
+
 # -- local results
 
 

@@ -422,6 +422,23 @@ def test_gradients_are_those_of_the_replica(compiled):
     assert float(rx.grad(lambda: 2.0 * variable.value, variable)()) == 2.0
 
 
+def test_gradients_across_replicas_are_those_of_the_one_value(strategy):
+    variable = make(strategy, 1.0)
+    gradient = rx.grad(lambda: 2.0 * variable.value, variable)
+
+    with strategy.scope():
+        assert float(gradient()) == 2.0
+    assert float(strategy.run(lambda: rx.get_replica_context().merge_call(lambda strategy: gradient()))) == 2.0
+
+
+def test_a_number_that_no_array_holds_is_not_assigned(compiled):
+    variable = make(compiled, 1)
+
+    for assign in (lambda: variable.assign(2**40), lambda: compiled.run(lambda: variable.assign(2**40))):
+        with pytest.raises(rx.VariableError, match="1099511627776"):
+            assign()
+
+
 def test_reading_under_another_strategy_is_refused(compiled):
     variable = make(compiled, 1.0)
     with rx.MirroredStrategy(jax.devices()[2:4]).scope(), pytest.raises(RuntimeError, match="Mixing"):

@@ -428,6 +428,18 @@ def no_components() -> InputError:
     )
 
 
+def slices_of_no_rows(values: Any, indices: Any, dense_shape: tuple[int, ...]) -> InputError:
+    rows = "x".join(map(str, dense_shape[1:])) or "single numbers"
+    return InputError(
+        message(
+            "IndexedSlices.to_dense() of values and indices that do not belong together",
+            [f"values       {_short(values)}", f"indices      {_short(indices)}", f"dense_shape  {dense_shape}"],
+            f"values[i] is the row {rows} at indices[i].",
+            ["rx.IndexedSlices(values, indices, dense_shape) with one index for each of `values`"],
+        )
+    )
+
+
 def not_components(data: Any) -> InputError:
     return InputError(
         message(

@@ -207,6 +207,10 @@ class TracedLedger:
             return self.all_reduce(op, own, options)
         return [host.reduce_local(lambda which, x: self.all_reduce(which, x, options), op, x, axes) for x in own]
 
+    def gradients_across(self, gradients: list[Any]) -> list[Any]:
+        """Gradients of a function that speaks for all replicas. Each differentiated its own copy of it, which makes N."""
+        return self.all_reduce(ReduceOp.MEAN, gradients, None)
+
     def gather_across(self, value: PerReplica, axis: int) -> Any:
         """`strategy.gather` in cross-replica code of this run."""
         return in_step.all_gather(self.placement, self.own(value), axis)

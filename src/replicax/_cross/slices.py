@@ -53,8 +53,10 @@ class IndexedSlices:
                 "IndexedSlices.to_dense() needs `dense_shape`, which says how many rows the array has. Write "
                 "IndexedSlices(values, indices, dense_shape=(rows, ...))."
             )
-        values = jnp.asarray(self.values)
-        return jnp.zeros(self.dense_shape, values.dtype).at[jnp.asarray(self.indices)].add(values)
+        values, indices = jnp.asarray(self.values), jnp.asarray(self.indices)
+        if indices.ndim != 1 or values.shape != (*indices.shape, *self.dense_shape[1:]):
+            raise _errors.slices_of_no_rows(values, indices, self.dense_shape)
+        return jnp.zeros(self.dense_shape, values.dtype).at[indices].add(values)
 
 
 def is_slices(x: Any) -> bool:

@@ -20,7 +20,7 @@ from replicax import _errors, _jax
 from replicax._context import checked_call
 from replicax._cross import host
 from replicax._placement import AXIS, Placement
-from replicax._values import PARTS, PerReplica, fits_device, is_laid_over, lay_out, parts_of
+from replicax._values import PARTS, PerReplica, fits_device, is_laid_over, is_leaf, lay_out, parts_of, regroup
 
 PyTree = Any
 
@@ -117,12 +117,15 @@ def _prepare(placement: Placement, args: Any, kwargs: Any) -> tuple[Any, Any, tu
     return args, kwargs, tuple(statics)
 
 
-def _laid(placement: Placement, path: Any, value: PerReplica) -> PerReplica:
+def _laid(placement: Placement, path: Any, value: PerReplica) -> Any:
+    """A value per replica over the replicas' devices; components that are structures become a structure of such values."""
     if value.form != PARTS:
         return host.check_replicas(RUN, placement, value, where(path))
     parts, replicas = len(parts_of(value)), len(placement.local_replicas)
     if parts != replicas:
         raise _errors.wrong_number_of_components(where(path), parts, replicas)
+    if not jax.tree_util.all_leaves(value.data, is_leaf=is_leaf):
+        return regroup(value.data, lambda column: _laid(placement, path, PerReplica(column)), always_wrap=True)
     laid = lay_out(placement, value.data)
     if laid.form == PARTS:
         raise _errors.ragged_argument(where(path), value)

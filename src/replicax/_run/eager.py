@@ -366,6 +366,10 @@ class EagerLedger:
             reduced = host.reduce(strategy.cross_device_ops, strategy.placement, op, laid, axes, merged)
         return jax.device_put(reduced, self.trace.device)
 
+    def gradients_across(self, gradients: list[Any]) -> list[Any]:
+        """Gradients of a function that speaks for all replicas, which is called once."""
+        return gradients
+
     def gather_across(self, value: PerReplica, axis: int) -> Any:
         """`strategy.gather` in code across replicas."""
         with jax.disable_jit(False):

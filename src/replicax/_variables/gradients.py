@@ -9,7 +9,6 @@ import jax
 
 from replicax import _context, _errors
 from replicax._context import Kind
-from replicax._options import ReduceOp
 from replicax._variables import overlay, storage
 from replicax._variables.variable import Variable
 
@@ -58,8 +57,7 @@ def value_and_grad(
             _write_through(variable, array)
         mode = _context.current()
         if mode is not None and mode.ledger is not None and mode.kind is Kind.CROSS:
-            # The function speaks for all replicas. Each differentiated its own copy of the value, which is N of them.
-            grads = mode.ledger.all_reduce(ReduceOp.MEAN, grads, None)
+            grads = mode.ledger.gradients_across(grads)
         return ((value, aux) if has_aux else value), jax.tree.unflatten(tree, grads)
 
     return call

@@ -74,7 +74,7 @@ def checked(variable: Variable, value: Any, method: str) -> jax.Array:
     """`value` as an array of the variable's dtype and shape."""
     try:
         array = jnp.asarray(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         if isinstance(error, _errors.ReplicaxError) or isinstance(value, (jax.Array, np.ndarray)):
             raise
         raise _errors.assigned_no_array(variable, value, method, error) from error
