@@ -136,7 +136,7 @@ class Report:
     def show(self) -> None:
         """Prints the table. The last line says how many claims held; `python -m benchmarks` looks for it."""
         console = Console() if sys.stdout.isatty() else Console(width=160)
-        console.print(f"\n{self._title}\n{where()}", highlight=False)
+        console.print(f"\n{self._title}\n{where()}", highlight=False, soft_wrap=True)
         console.print(self._table)
         if self.claims:
             console.print(f"claims held: {sum(self.claims)} of {len(self.claims)}", highlight=False)

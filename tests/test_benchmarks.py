@@ -20,10 +20,12 @@ SMALL = {
     "zero1": "--rounds 1 --devices 2 --width 16",
     "input_keeps_up": "--rounds 1 --models mlp --rows 4",
     "checkpoint_stall": "--rounds 1 --trees 2x64 --products 1 --directory",
+    "keras_fit": "--rounds 1 --models tiny",
     "against_peers": "--rounds 1 --workloads a --peers=",
 }
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:keras.*")  # of Keras's own DataParallel
 @pytest.mark.parametrize("name", SMALL)
 def test_a_benchmark_runs(name, capsys, tmp_path):
     options = SMALL[name].split() + ([str(tmp_path)] if SMALL[name].endswith("--directory") else [])

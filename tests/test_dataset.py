@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import replicax as rx
-from replicax import data, metrics
+from replicax import _jax, data, metrics
 from replicax._errors import ContextError, InputError, NotADatasetError, NotAvailableError, OutOfRangeError
 from replicax._input.distribute import (
     distribute_dataset,
@@ -173,6 +173,21 @@ def test_arrays_of_jax_are_divided_on_their_devices():
 
     assert parts(strategy, element["x"]) == [[0.0, 1.0], [2.0, 3.0]]
     assert (jax.random.key_data(element["key"].data) == jax.random.key_data(keys)).all()
+
+
+@pytest.mark.parametrize("kind", ["bool", "int8", "int32", "int64", "float64", "bfloat16", "complex64"])
+@pytest.mark.parametrize("shape", [(8,), (8, 3), (8, 0)], ids=str)
+def test_the_short_way_to_the_devices_leads_where_that_of_jax_does(kind, shape):
+    rows = np.arange(np.prod(shape)).reshape(shape).astype(jnp.dtype(kind))[::-1]
+    sharding = place_grid(jax.devices(), {"model": 2}).split
+
+    with jax.transfer_guard("disallow"):
+        ours, theirs = _jax.put([rows, jnp.arange(4)], sharding), jax.device_put([rows, jnp.arange(4)], sharding)
+
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.dtype, a.sharding, a.committed, a.weak_type) == (b.dtype, b.sharding, b.committed, b.weak_type)
+        assert [s.index for s in a.addressable_shards] == [s.index for s in b.addressable_shards]
+        np.testing.assert_array_equal(a, b)
 
 
 def test_a_buffer_that_the_source_reuses_does_not_change_what_was_handed_out():
@@ -969,8 +984,8 @@ def test_a_buffer_that_is_reused_while_batches_wait_does_not_change_them(options
 @pytest.fixture
 def transfers(monkeypatch):
     """Grows by one with each transfer from the host."""
-    made, send = [], jax.device_put
-    monkeypatch.setattr(jax, "device_put", lambda *args, **kwargs: made.append(1) or send(*args, **kwargs))
+    made, send = [], _jax.put
+    monkeypatch.setattr(_jax, "put", lambda arrays, sharding: made.append(1) or send(arrays, sharding))
     return made
 
 

@@ -7,7 +7,8 @@ A *plan* says which arrays, by position, travel together. Whatever the plan, the
 """
 
 # Where the two sizes come from: a step on 2 CPU devices that reduces its gradients and updates as many weights, time
-# over that of one unpacked `lax.psum` of the list (benchmarks/allreduce.py; allocator tuned; 4 devices look the same):
+# over that of one unpacked `lax.psum` of the list (benchmarks/allreduce.py; allocator tuned; 4 devices look the same;
+# docs/log.md has the figures of what we chose):
 #
 #                         packs of 64 KB   256 KB    1 MB      2 MB
 #   200 arrays of 256 B        0.30         0.28     0.28

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replicax import _jax
 from replicax._input.batch import Batch, aligned_empty, device_dtype
 from replicax._input.plan import Split, padded
 from replicax._placement import Placement
@@ -48,7 +49,7 @@ class Feed:
         fit = [i for i, leaf in enumerate(leaves) if self.to_device and fits_device(leaf.dtype)]
 
         def send() -> PyTree:
-            for i, array in zip(fit, jax.device_put([leaves[i] for i in fit], self.placement.mirrored), strict=True):
+            for i, array in zip(fit, _jax.put([leaves[i] for i in fit], self.placement.mirrored), strict=True):
                 leaves[i] = array
             return jax.tree.unflatten(structure, leaves)
 
@@ -112,7 +113,7 @@ class Feed:
         """This process's blocks of some arrays, laid over the replicas."""
         sharding = self.placement.split
         if sharding.is_fully_addressable:
-            return jax.device_put(blocks, sharding)
+            return _jax.put(blocks, sharding)
         replicas, here = self.placement.replicas, len(self.readers)
         return [
             jax.make_array_from_process_local_data(
