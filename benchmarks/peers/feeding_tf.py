@@ -52,5 +52,5 @@ def prepare(name: str) -> tuple[Callable[[int], Any], Callable[[Any], float]]:
     elements = iter(strategy.experimental_distribute_dataset(batches))
     resident = next(elements)
     if way == "resident":
-        return lambda _: float(step(resident)), float
-    return lambda _: float(step(next(elements))), float
+        return lambda _: step(resident), float
+    return lambda _: step(next(elements)), float
