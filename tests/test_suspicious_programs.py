@@ -1,5 +1,6 @@
 """Programs that look as if they were wrong and are right: none may be refused, and each gives the right numbers."""
 
+import collections
 import functools
 import threading
 
@@ -598,6 +599,27 @@ def a_gradient_through_a_jitted_function_of_a_variable(b):
 def a_value_per_replica_that_was_captured_and_is_computed_with(b):
     apart = b.s.run(lambda: (b.x * 2 - b.x)[0:4] @ jnp.ones(4))
     return b.s.experimental_local_results(apart)[0]
+
+
+@right(SUM)
+def a_second_sum_that_is_divided_by_the_replicas_line_by_line(b):
+    def step(x):
+        return lax.psum(lax.psum(x, "replica"), "replica") / lax.psum(1, "replica")
+
+    return b.s.run(step, (b.x,), options=rx.RunOptions(eager=True))
+
+
+@right(SUM)
+def a_dictionary_with_defaults_comes_back_as_one(b):
+    def step(x):
+        sums = collections.defaultdict(float)
+        sums["x"] += me().all_reduce("sum", x)
+        return sums
+
+    eager, compiled = (b.s.run(step, (b.x,), options=rx.RunOptions(eager=eager)) for eager in (True, False))
+    assert eager.default_factory is compiled.default_factory is float
+    np.testing.assert_array_equal(eager["x"], compiled["x"])
+    return eager["x"]
 
 
 @right(2.0)

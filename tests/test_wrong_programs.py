@@ -768,6 +768,15 @@ def summed_by_hand_and_by_an_optimizer_that_runs_line_by_line(b):
 
 
 @wrong(rx.LocalityError, "a second time")
+def a_second_sum_that_is_weighted_line_by_line(b):
+    def step(x):
+        total = me().all_reduce("sum", x)
+        return me().all_reduce("sum", total) * jnp.array([0.1, 0.2, 0.3, 0.4])  # not divided by 2 replicas
+
+    b.s.run(step, (b.x,), options=rx.RunOptions(eager=True))
+
+
+@wrong(rx.LocalityError, "a second time")
 def a_sum_of_a_sum_in_a_merge_function_that_runs_line_by_line(b):
     def step(x):
         total = me().all_reduce("sum", x)

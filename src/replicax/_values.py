@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -333,6 +334,8 @@ def regroup(trees: Sequence[PyTree], wrap: Callable[[tuple[Any, ...]], Any], alw
             if not isinstance(tree, Mapping) or set(tree) != set(first):
                 raise _errors.different_structures(trees)
         merged = {key: regroup([tree[key] for tree in trees], wrap, always_wrap) for key in first}
+        if isinstance(first, defaultdict):
+            return type(first)(first.default_factory, merged)
         return merged if type(first) is dict else cast(Any, type(first))(merged)
     if not isinstance(first, DistributedValues) and not jax.tree_util.all_leaves([first], is_leaf=is_leaf):
         flat = [jax.tree.flatten(tree, is_leaf=is_leaf) for tree in trees]

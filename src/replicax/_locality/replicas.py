@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
 from replicax._locality.marks import ASSERT, REDUCE, mark_of, reduction_kind, spoken
@@ -325,17 +326,27 @@ def _averaged(var: Any, body: Jaxpr, replicas: int) -> bool:
         return False
     uses = [eqn for eqn in body.eqns if any(atom is var for atom in eqn.invars)]
     return all(
-        _divides(eqn, var, replicas)
+        _divides(eqn, var, body, replicas)
         or (eqn.primitive.name == "convert_element_type" and _averaged(eqn.outvars[0], body, replicas))
         for eqn in uses
     )
 
 
-def _divides(eqn: JaxprEqn, var: Any, replicas: int) -> bool:
-    if eqn.primitive.name not in ("div", "mul"):
+def _divides(eqn: JaxprEqn, var: Any, body: Jaxpr, replicas: int) -> bool:
+    name = eqn.primitive.name
+    if name not in ("div", "mul") or (name == "div" and eqn.invars[0] is not var):
         return False
-    other = eqn.invars[1] if eqn.invars[0] is var else eqn.invars[0]
-    if not isinstance(other, Literal) or (eqn.primitive.name == "div" and eqn.invars[0] is not var):
+    number = _number(eqn.invars[1] if eqn.invars[0] is var else eqn.invars[0], body)
+    if number is None:
         return False
-    factor = 1 / float(other.val) if eqn.primitive.name == "div" else float(other.val)
-    return abs(factor * replicas - 1) < 1e-6
+    return abs(number - replicas) < 1e-6 * replicas if name == "div" else abs(number * replicas - 1) < 1e-6
+
+
+def _number(atom: Any, body: Jaxpr) -> float | None:
+    """The number that an operand is in every one of its elements, if that can be seen."""
+    if isinstance(atom, Literal):
+        scalar = np.size(atom.val) == 1 and np.isrealobj(atom.val)
+        return float(np.asarray(atom.val).item()) if scalar else None
+    made = next((eqn for eqn in body.eqns if any(out is atom for out in eqn.outvars)), None)
+    spreads = made is not None and made.primitive.name in ("convert_element_type", "broadcast_in_dim")
+    return _number(made.invars[0], body) if made is not None and spreads else None

@@ -49,7 +49,7 @@ class Programs:
             program = self._by_call.get(fn)
         except TypeError:  # a callable object that has no hash
             return None
-        if program is not None and program.captured and program.captured.changed():
+        if program is not None and program.captured.places and program.captured.changed():
             return None
         return program
 
@@ -58,7 +58,7 @@ class Programs:
         own = fn if _is_hashable(fn) else _Itself(fn)
         key = (own, statics, tuple(donate)) if statics or donate else own
         program = self._by_call.get(key)
-        if program is None or program.captured and program.captured.changed():
+        if program is None or program.captured.changed():
             program = self._by_call[key] = self._look_up(fn, statics, tuple(donate), program)
             self._trim()
         return program

@@ -35,19 +35,16 @@ Place = tuple[Any, str, Any]
 
 
 class Captured:
-    """The data that a function reaches. Falsy if there is none."""
+    """The data that a function reaches, and where it was found."""
 
-    __slots__ = ("_places",)
+    __slots__ = ("places",)
 
     def __init__(self, fn: Callable[..., Any] | None = None) -> None:
-        self._places = [] if fn is None else list(_data_of(fn, set()))
-
-    def __bool__(self) -> bool:
-        return bool(self._places)
+        self.places = [] if fn is None else list(_data_of(fn, set()))
 
     def changed(self) -> list[str]:
         """The names of what is no longer as it was."""
-        return [name for where, name, value in self._places if not _is_still(_look(where, name), value)]
+        return [name for where, name, value in self.places if not _is_still(_look(where, name), value)]
 
 
 _GONE = object()
