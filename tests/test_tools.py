@@ -1,7 +1,9 @@
 """What do JAX's own tools see of a step? Its name, its lines, and programs that the next process finds ready."""
 
 import gzip
+import io
 import json
+import pdb
 
 import jax
 import jax.numpy as jnp
@@ -111,3 +113,41 @@ def test_a_second_process_compiles_nothing(tmp_path):
     assert first[0] == second[0]
     assert int(first[2]) > 0
     assert (int(second[1]) > 0, int(second[2])) == (True, 0)
+
+
+def test_a_step_that_is_compiled_again_and_again_for_new_shapes_is_told_so():
+    strategy = rx.OneDeviceStrategy(jax.devices()[0])
+
+    def growing_step(x):
+        return x * 2
+
+    with pytest.warns(UserWarning, match=r"(?s)`growing_step` has been compiled for 8 kinds.*float32\[8\]") as told:
+        for rows in range(1, 10):
+            strategy.run(growing_step, (jnp.ones(rows),))
+
+    assert [warning.filename for warning in told] == [__file__]
+
+
+def test_a_step_that_is_made_anew_around_a_changing_value_is_told_so():
+    strategy = rx.OneDeviceStrategy(jax.devices()[0])
+
+    with pytest.warns(UserWarning, match=f"(?s){__file__}.*was made anew and compiled 8 times") as told:
+        for rate in range(9):
+            strategy.run(lambda x, rate=rate: x * rate, (jnp.ones(2),))
+
+    assert len(told) == 1
+
+
+def test_a_debugger_stops_in_a_step_that_runs_line_by_line():
+    strategy = rx.MirroredStrategy(jax.devices()[:2], eager=True)
+    said = io.StringIO()
+    debugger = pdb.Pdb(stdin=io.StringIO("p float(x) + 41\ncontinue\n"), stdout=said, nosigint=True, readrc=False)
+
+    def step(x):
+        context = rx.get_replica_context()
+        if context.replica_id_in_sync_group == 0:
+            debugger.set_trace()
+        return context.all_reduce("sum", x)
+
+    assert float(strategy.run(step, (per_replica(strategy, 1.0, 2.0),))) == 3.0
+    assert "42.0" in said.getvalue()
