@@ -144,7 +144,7 @@ class ArrayIterator:
         ]
         return jax.tree.unflatten(batch.structure, leaves)
 
-    def next_batch(self) -> Batch:
+    def next_batch(self, name: str = "A batch of this dataset") -> Batch:
         """The next batch, not yet gathered."""
         position = self._data.schedule.settle(self._position)
         if position is None:
@@ -153,7 +153,7 @@ class ArrayIterator:
         self._position = Position(position.epoch, position.batch + 1)
         span = self._data.schedule.span(position.batch)
         order = self._order_of(position.epoch)
-        return Batch(self._data.leaves, self._data.structure, len(span), order, span.start)
+        return Batch(self._data.leaves, self._data.structure, len(span), order, span.start, name)
 
     def get_state(self) -> State:
         """Where this pass stands: the seed, the epoch, and how many batches of the epoch have been read."""

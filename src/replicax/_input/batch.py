@@ -142,7 +142,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
     raw = np.empty(size + 63, dtype=np.uint8)
-    offset = -raw.ctypes.data % 64
+    offset = -raw.__array_interface__["data"][0] % 64
     return raw[offset : offset + size].view(dtype).reshape(shape)
 
 

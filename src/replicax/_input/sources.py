@@ -111,7 +111,9 @@ class Pass:
 
 
 def _next_batch(iterator: Any, name: str) -> Batch:
-    batch = iterator.next_batch() if isinstance(iterator, ArrayIterator) else next(iterator)
+    if isinstance(iterator, ArrayIterator):
+        return iterator.next_batch(name)
+    batch = next(iterator)
     return dataclasses.replace(batch, name=name) if isinstance(batch, Batch) else batch_of(batch, name)
 
 
