@@ -13,7 +13,7 @@ import ctypes
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -82,14 +82,21 @@ def memory_within_bounds() -> Iterator[None]:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def _join(threads: Iterable[threading.Thread], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(timeout=max(0.0, deadline - time.monotonic()))
+
+
 @pytest.fixture(autouse=True)
 def no_thread_left_behind() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     new = [t for t in threading.enumerate() if t not in before and not t.name.startswith(LASTING_THREADS)]
-    deadline = time.monotonic() + 5  # a thread that has been told to end may still be on its way
-    for thread in new:
-        thread.join(timeout=max(0.0, deadline - time.monotonic()))
+    _join(new, 0.5)  # a thread that has been told to end may still be on its way
+    if any(thread.is_alive() for thread in new):
+        gc.collect()  # the pool of a Keras call that failed is told to end when it is collected
+        _join(new, 5)
     left = [t.name for t in new if t.is_alive()]
     assert not left, f"threads still running after the test: {left}"
 

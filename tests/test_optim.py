@@ -211,7 +211,18 @@ def test_gradients_that_would_be_stretched_or_lost_are_refused(two):
             two.run(lambda: optimizer.apply_gradients([(gradient, v)]))  # noqa: B023
     with pytest.raises(rx.VariableError, match="more than one gradient for a variable"):
         two.run(lambda: optimizer.apply_gradients([(jnp.ones(2), v)] * 2))
+    with pytest.raises(TypeError, match=r"what is no gradient:\n\n  <rx.Variable 'v' float32\[2\] mirrored>  list"):
+        two.run(lambda: optimizer.apply_gradients([([1.0, 2.0], v)]))
     assert v.numpy().tolist() == [1.0, 2.0]
+
+
+def test_integers_are_not_trained():
+    count = rx.Variable(3, name="count")
+    optimizer = rx.Optimizer(optax.sgd(0.5), gradients="mean")
+
+    with pytest.raises(rx.VariableError, match=r"no real numbers:\n\n  <rx.Variable 'count' int32\[\] mirrored>"):
+        optimizer.apply_gradients([(jnp.ones(()), count)])
+    assert int(count) == 3
 
 
 def test_slots_are_called_what_the_transformation_calls_them(two):

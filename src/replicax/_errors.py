@@ -1418,6 +1418,28 @@ def two_gradients(variables: Sequence[Any]) -> VariableError:
     )
 
 
+def not_gradients(pairs: Sequence[tuple[Any, Any]]) -> TypeError:
+    return TypeError(
+        message(
+            "rx.Optimizer.apply_gradients got what is no gradient",
+            [f"{variable!r}  {type(gradient).__name__}" for variable, gradient in pairs],
+            "A gradient is an array of the shape of its variable, `rx.IndexedSlices`, or None.",
+            ["`gradients = rx.grad(loss, variables)()`, then `zip(gradients, variables, strict=True)`"],
+        )
+    )
+
+
+def gradients_of_integers(variables: Sequence[Any]) -> VariableError:
+    return VariableError(
+        message(
+            "rx.Optimizer.apply_gradients got gradients for variables that hold no real numbers",
+            [f"{variable!r}" for variable in variables],
+            "An update is a small step; rounded to an integer it is mostly none.",
+            ["give the variable a type that has small steps: `dtype=jnp.float32`", "leave it out of the pairs"],
+        )
+    )
+
+
 def gradients_of_other_shapes(pairs: Sequence[tuple[Any, tuple[int, ...]]]) -> VariableError:
     return VariableError(
         message(

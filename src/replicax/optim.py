@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import numbers
 import threading
 import warnings
 from collections.abc import Callable, Iterable
@@ -407,7 +408,19 @@ def _pairs(grads_and_vars: Any) -> list[tuple[Any, Variable]]:
     twice = [v for _, v in pairs if isinstance(v, Variable) and (v in seen or seen.add(v))]
     if twice:
         raise _errors.two_gradients(twice)
+    strange = [(v, g) for g, v in pairs if not _is_gradient(g)]
+    if strange:
+        raise _errors.not_gradients(strange)
+    whole = [
+        v for g, v in pairs if g is not None and isinstance(v, Variable) and not jnp.issubdtype(v.dtype, jnp.inexact)
+    ]
+    if whole:
+        raise _errors.gradients_of_integers(whole)
     return [(gradient, variable) for gradient, variable in pairs]
+
+
+def _is_gradient(x: Any) -> bool:
+    return x is None or is_slices(x) or isinstance(x, PerReplica | numbers.Number) or _is_array(x)
 
 
 def _require_shapes(gradients: dict[Variable, Any]) -> None:

@@ -89,7 +89,8 @@ def _under_its_strategy(method: Callable[..., Any]) -> Callable[..., Any]:
                 _put_back(self)
                 raise
             finally:
-                _lay_out(self, at_rest)
+                if placed.placement.apart:
+                    _lay_out(self, at_rest)
 
     return call
 
