@@ -131,6 +131,43 @@ def test_state_in_and_state_out():
     assert ends[1]["in/kernel"].addressable_shards[0].data.shape == (16, 16)
 
 
+def test_state_keeps_its_layout_from_step_to_step(compilations):
+    """XLA alone would cut the bias as well, as it sees fit, and the second call would be another program."""
+    strategy = grid(2, 2)
+    with strategy.scope():
+        state = RULES.place(rx.TrainState.create(PARAMS, optax.adam(0.1)))
+    before = jax.tree.map(lambda leaf: leaf.sharding, state)
+    x = rows_for(strategy)
+
+    def step(state, x):
+        value, gradients = jax.value_and_grad(loss_of)(state.params, x)
+        return state.apply(rx.get_replica_context().all_reduce("mean", gradients)), value
+
+    state, _ = strategy.run(step, (state, x))
+    with compilations() as names:
+        state, _ = strategy.run(step, (state, x))
+
+    assert names == []
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == before
+
+
+def test_state_that_was_cut_over_the_replicas_by_hand_stays_cut(compilations):
+    strategy = rx.MirroredStrategy(jax.devices()[:2])
+    cut = jax.sharding.NamedSharding(strategy.placement.mesh, P("replica"))
+    params = {"w": jax.device_put(np.ones(8, np.float32), cut)}
+
+    def step(params, x):
+        gradients = jax.grad(lambda p: (p["w"] * x).sum())(params)
+        return jax.tree.map(lambda p, g: p - g, params, rx.get_replica_context().all_reduce("mean", gradients))
+
+    params = strategy.run(step, (params, rx.PerReplica((1.0, 3.0))))
+    with compilations() as names:
+        params = strategy.run(step, (params, rx.PerReplica((1.0, 3.0))))
+
+    assert names == []
+    assert [shard.data.tolist() for shard in params["w"].addressable_shards] == [[-3.0] * 4] * 2
+
+
 def test_the_first_rule_found_in_a_path_decides():
     tree = {"layers": [{"kernel": np.ones((4, 4))}, {"kernel": np.ones((4, 4)), "scale": np.ones(())}]}
     rules = rx.partition_rules([("layers/0/.*", P("model")), ("kernel$", P(None, "model"))])
@@ -139,7 +176,8 @@ def test_the_first_rule_found_in_a_path_decides():
         "a scalar cannot be cut and needs no rule"
     )
     with grid(1, 2).scope():
-        assert rules.place({"step": 3, "rate": 0.5})["rate"].devices() == set(jax.devices()[:2])
+        placed = rules.place({"step": 3, "rate": 0.5, "activation": jax.nn.relu})
+    assert placed["rate"].devices() == set(jax.devices()[:2]) and placed["activation"] is jax.nn.relu
 
 
 def test_parameters_without_a_rule_are_listed():

@@ -7,6 +7,7 @@ shapes apart; Python is asked again only for a call of a kind that was never see
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from replicax._given import Alike
 from replicax._host import dispatch_lock
 from replicax._locality import warn_user
 from replicax._placement import Placement
-from replicax._run import arguments, central, emit, trace
+from replicax._run import arguments, central, emit, kept, trace
 from replicax._run.captured import Captured
 from replicax._run.trace import Memory, Step
 from replicax._values import PerReplica, _blocks, uniform
@@ -249,6 +250,8 @@ class Program:
         made = len(self.memory.created)
         try:
             whole = self._trace(args, kwargs)
+            if whole.times == 1 and not self._divided:
+                whole = dataclasses.replace(whole, layouts=kept.layouts(whole, self.placement, args, kwargs))
             self._take_in(whole, leaves, tree)
             if whole.created:
                 self._initialise(whole, leaves)
@@ -327,7 +330,12 @@ class Program:
     ) -> Any:
         """What the compiled function hands back: the variables' arrays, and the results in the user's structure."""
         new_of = dict(zip(step.written, new, strict=True))
-        results = [self._apart(array) if step.spreads(i) else array for i, array in enumerate(results)]
+        results = [
+            self._apart(array) if step.spreads(i)
+            else lax.with_sharding_constraint(array, step.layouts[i]) if i in step.layouts
+            else array
+            for i, array in enumerate(results)
+        ]  # fmt: skip
         return (
             [self._at_rest(v, new_of.get(v, arrays[v])) for v in self._written],
             jax.tree.unflatten(step.tree, [_result(step, r, results, leaves) for r in step.results]),

@@ -20,13 +20,13 @@ import dataclasses
 import re
 import traceback
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax import _context, _errors, _jax, _locality
 from replicax._context import Kind, Mode, ReplicaContext
@@ -100,6 +100,8 @@ class Step:
     alike: tuple[Alike, ...]
     """Arguments that must be padded alike."""
 
+    layouts: Mapping[int, NamedSharding] = dataclasses.field(default_factory=dict)
+    """How results lie that are the next state of an argument, by their output's number; see `kept.py`."""
     times: int = 1
     """How often one program carries it out, each time for another batch."""
     created: tuple[Variable, ...] = ()

@@ -118,7 +118,10 @@ class PartitionRules:
     def specs(self, tree: PyTree) -> PyTree:
         """The layout of each leaf of a pytree; its name is its path, as in ``layers/0/kernel``."""
         leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-        named = [(jax.tree_util.keystr(path, simple=True, separator="/"), np.shape(leaf)) for path, leaf in leaves]
+        named = [
+            (jax.tree_util.keystr(path, simple=True, separator="/"), getattr(leaf, "shape", ()))
+            for path, leaf in leaves
+        ]
         found = [self._found(name, shape) for name, shape in named]
         unmatched = [pair for pair, spec in zip(named, found, strict=True) if spec is None]
         if unmatched:
@@ -126,10 +129,12 @@ class PartitionRules:
         return jax.tree.unflatten(structure, found)
 
     def place(self, tree: PyTree) -> PyTree:
-        """The arrays of a pytree, laid out over the devices of the strategy in force."""
+        """The arrays of a pytree, laid out over the devices of the strategy in force. Other leaves stay as they are."""
         placement = _context.get_strategy().placement
 
-        def lay(path: Any, leaf: Any, spec: PartitionSpec) -> jax.Array:
+        def lay(path: Any, leaf: Any, spec: PartitionSpec) -> Any:
+            if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex)):
+                return leaf  # the activation function of an Equinox module, say
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             return jax.device_put(
                 leaf, NamedSharding(placement.mesh, fitted(repr(name), spec, np.shape(leaf), placement))
