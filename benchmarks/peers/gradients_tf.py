@@ -1,4 +1,4 @@
-"""`tf.distribute.MirroredStrategy` over two logical CPU devices: the sum of a list of gradients, added to weights."""
+"""`tf.distribute.MirroredStrategy` over two logical CPU devices: gradients of no depth are summed and weights updated."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ def prepare(job: str) -> tuple[Callable[[int], Any], Callable[[Any], float]]:
         make = strategy.experimental_distribute_values_from_function
         return [make(lambda _: tf.fill([size // 4], number)) for _ in range(count)]
 
-    def replica_step(weights: Any, gradients: Any) -> Any:
+    def replica_step(weights: Any, targets: Any) -> Any:
+        gradients = [weight - target for weight, target in zip(weights, targets, strict=True)]
         reduced = tf.distribute.get_replica_context().all_reduce("SUM", gradients)
-        return [weight + gradient for weight, gradient in zip(weights, reduced, strict=True)]
+        return [weight - 0.1 * gradient for weight, gradient in zip(weights, reduced, strict=True)]
 
     @tf.function
-    def step(weights: Any, gradients: Any) -> Any:
-        return strategy.run(replica_step, args=(weights, gradients))
+    def step(weights: Any, targets: Any) -> Any:
+        return strategy.run(replica_step, args=(weights, targets))
 
-    weights, gradients = values(0.0), values(1.0)
+    weights, targets = values(0.0), values(1.0)
 
     def one(_: int) -> Any:
         nonlocal weights
-        weights = step(weights, gradients)
+        weights = step(weights, targets)
         return weights
 
     return one, lambda weights: float(strategy.experimental_local_results(weights[-1])[0][0])

@@ -6,14 +6,16 @@ the same sums up to the order of the additions.
 
 # Reduce-scatter followed by all-gather moves the same bytes as an all-reduce, in two operations. In-process on CPU it
 # is the faster of the two only in a process whose allocator hands large buffers back to the kernel: there XLA's
-# all-reduce of many large gradients faults in a temporary as big as all of them, at every step. Steps on 2, 4 and 8
-# devices (the last untuned only), time over that of `lax.psum`:
+# all-reduce of many large gradients faults in a temporary as big as all of them, at every step. Steps on 2 and 4 devices
+# that compute their gradients (of gradients that are arguments the all-reduce is the faster one in both), time over that
+# of `lax.psum`:
 #
 #                      allocator untuned     tuned
-#   80 x 256 KB        0.55        0.36
-#   20 x 1 MB          0.19  0.47  0.21      1.27  1.14
-#    4 x 4 MB          0.36  0.47  0.24      1.01  1.08
-#    1 x 16 MB         0.61  0.62            1.15  1.12
+#   80 x 256 KB        0.64  0.48            1.30  1.21
+#   20 x 1 MB          0.49  0.39            1.08  1.12
+#    4 x 4 MB          0.48  0.35            1.18  1.09
+#    1 x 16 MB         0.39  0.45            1.14  1.05
+#    1 x 64 MB         0.98  0.88            1.11  1.08
 
 from __future__ import annotations
 
