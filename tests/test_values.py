@@ -98,6 +98,19 @@ def test_a_value_that_was_taken_off_its_replicas_is_laid_over_them_again(take, e
     assert strategy.gather(value, axis=0).tolist() == [[0, 0]] * 2 + [[scale] * 2] * 2
 
 
+def test_a_value_whose_buffer_is_gone_is_not_combined(two):
+    value = rows(two)
+    value.data.delete()
+
+    for attempt in (
+        lambda: two.reduce("sum", value),
+        lambda: two.gather(value, axis=0),
+        lambda: two.experimental_local_results(value),
+    ):
+        with pytest.raises(rx.InputError, match=r"(?s)buffer is gone.*float32\[4, 2\]"):
+            attempt()
+
+
 def test_what_jit_leaves_on_every_device_is_opened_all_the_same(two):
     whole = jax.tree.map(lambda x: jax.device_put(x, two.placement.mirrored), rows(two))
 

@@ -431,6 +431,22 @@ def test_gradients_across_replicas_are_those_of_the_one_value(strategy):
     assert float(strategy.run(lambda: rx.get_replica_context().merge_call(lambda strategy: gradient()))) == 2.0
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"synchronization": "on_read", "aggregation": "mean"}], ids=["mirrored", "on-read"]
+)
+def test_what_lies_on_another_device_is_brought_to_the_variable(strategy, options):
+    variable, far = make(strategy, jnp.zeros(2), **options), jax.device_put(jnp.ones(2), jax.devices()[5])
+
+    variable.assign(far)
+    variable.assign_add(far)
+    strategy.extended.update(variable, lambda v, x: v.assign_sub(3 * x), args=(far,))
+    if not options:
+        variable.scatter_add(rx.IndexedSlices(far[:1], jax.device_put(jnp.array([1]), jax.devices()[6])))
+
+    assert variable.numpy().tolist() == ([-1.0, -1.0] if options else [-1.0, 0.0])
+    assert variable.devices == tuple(jax.devices()[:2])
+
+
 def test_a_number_that_no_array_holds_is_not_assigned(compiled):
     variable = make(compiled, 1)
 

@@ -191,7 +191,9 @@ def laid_again(placement: Placement, value: PerReplica) -> PerReplica:
 
 
 def refuse_misfit(placement: Placement, value: PerReplica) -> None:
-    """Raises if an array is too long or too short to hold a component for each replica."""
+    """Raises if an array is gone, or too long or too short to hold a component for each replica."""
+    if isinstance(value.data, jax.Array) and not isinstance(value.data, Tracer) and value.data.is_deleted():
+        raise _errors.deleted_value(value.data)
     shape, replicas = np.shape(value.data), placement.replicas
     if not shape or shape[0] % replicas or value.form == STACKED and shape[0] != replicas:
         raise _errors.not_laid_out(value.data)

@@ -70,6 +70,23 @@ def rest(variable: Variable, value: jax.Array) -> jax.Array:
     return jax.device_put(value, variable.strategy.rest_sharding(variable))
 
 
+def brought(variable: Variable, value: Any, before: Any) -> Any:
+    """What host code adds to `before`, its arrays on the same devices: they may have been put on others."""
+    if not isinstance(before, jax.Array) or isinstance(before, Tracer):
+        return value
+    here = before.sharding.device_set
+    place = before.sharding if len(here) == 1 else variable.placement.mirrored
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.committed:
+            return leaf
+        if leaf.sharding.device_set == here:
+            return leaf
+        return jax.device_put(leaf, place)
+
+    return jax.tree.map(one, value)
+
+
 def checked(variable: Variable, value: Any, method: str) -> jax.Array:
     """`value` as an array of the variable's dtype and shape."""
     try:

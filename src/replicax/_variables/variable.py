@@ -214,7 +214,8 @@ class Variable(Scatters, metaclass=_Creating):
             value = value.value
         value = sync.combined(self, value, mode, method)
         if change is not None:
-            value = change(self._component(mode), value)
+            before = self._component(mode)
+            value = change(before, storage.brought(self, value, before) if ledger is None else value)
         value = storage.checked(self, value, method)
         layer = overlay.accepting(self)
         if layer is not None:
