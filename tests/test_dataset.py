@@ -1225,3 +1225,14 @@ def test_a_mean_over_short_batches_is_the_same_compiled_and_eager(eager):
     ]
 
     assert means == [1.5, 5.0]
+
+
+def test_a_masked_array_is_refused_since_its_mask_would_be_lost():
+    x = np.ma.masked_array(np.arange(6.0), mask=[0, 0, 1, 0, 1, 0])
+    strategy = rx.MirroredStrategy(jax.devices()[:2])
+
+    with pytest.raises(rx.InputError, match=r"float64\[6\], 2 of 6 elements masked"):
+        next(iter(strategy.distribute_dataset([x])))
+
+    whole = np.ma.masked_array(np.arange(6.0))
+    assert len(next(iter(strategy.distribute_dataset([whole]))).values) == 2

@@ -107,6 +107,8 @@ def on_host(leaf: Any) -> np.ndarray:
     """`leaf` as NumPy sees it; a copy of one whose bytes stand in another order or, torch's bfloat16, are not known."""
     if is_text(leaf):
         return np.array(leaf, dtype=object)
+    if np.ma.is_masked(leaf):
+        raise _masked_array(leaf)
     try:
         array = np.asarray(leaf)
         return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
@@ -224,5 +226,16 @@ def _no_common_rows(batch: Batch, replicas: int) -> InputError:
             "A global batch is a tree of arrays with the examples along axis 0 of every leaf. Each replica gets some "
             "of the examples, so every leaf needs as many of them, and at least one.",
             instead,
+        )
+    )
+
+
+def _masked_array(leaf: Any) -> InputError:
+    return InputError(
+        message(
+            "A batch holds a NumPy masked array",
+            [f"{leaf.dtype}{list(leaf.shape)}, {np.ma.count_masked(leaf)} of {leaf.size} elements masked"],
+            "JAX has no such arrays: the mask would be lost and what lies under it would be used.",
+            ["put both into the batch: `(x.filled(0), ~np.ma.getmaskarray(x))`, and use the second in the step"],
         )
     )
