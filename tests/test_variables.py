@@ -263,7 +263,7 @@ def test_assigning_components_across_replicas(compiled, aggregation, components)
 def test_components_without_aggregation_have_no_common_value(compiled):
     variable = make(compiled, 1.0, synchronization="on_read")
 
-    variable.assign(2.0)
+    variable.assign(2.0, read_value=False)
 
     assert held(variable) == [2.0, 2.0]
     with pytest.raises(ValueError, match="Could not convert"):
@@ -280,7 +280,7 @@ def test_integer_components_of_a_sum_add_up_to_what_was_assigned(strategy):
     assert variable.numpy().tolist() == [-5, 1]
 
 
-@pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica", "none"])
+@pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica"])
 def test_an_assignment_across_replicas_of_a_run_returns_what_is_read_there(strategy, aggregation):
     variable = make(strategy, 1.0, synchronization="on_read", aggregation=aggregation)
 
@@ -289,10 +289,29 @@ def test_an_assignment_across_replicas_of_a_run_returns_what_is_read_there(strat
 
     result = strategy.run(step)
 
-    if aggregation == "none":
-        assert result is variable and held(variable) == [6.0, 6.0]
-    else:
-        assert rx.locality(result) == "M" and float(result) == float(variable.value) == 6.0
+    assert rx.locality(result) == "M" and float(result) == float(variable.value) == 6.0
+
+
+@pytest.mark.parametrize("method", ["assign", "assign_add", "assign_sub"])
+@pytest.mark.parametrize("where", ["host", "scope", "merge"])
+def test_what_nothing_combines_is_assigned_across_replicas_without_being_read(strategy, where, method):
+    variable = make(strategy, 1.0, synchronization="on_read", aggregation="none")
+
+    def assign(read_value):
+        if where == "host":
+            return getattr(variable, method)(2.0, read_value=read_value)
+        if where == "scope":
+            with strategy.scope():
+                return getattr(variable, method)(2.0, read_value=read_value)
+        merge = lambda _: getattr(variable, method)(2.0, read_value=read_value)  # noqa: E731
+        return strategy.run(lambda: rx.get_replica_context().merge_call(merge))
+
+    with pytest.raises(ValueError, match="Could not convert from VariableAggregation.NONE"):
+        assign(read_value=True)
+    assert held(variable) == [1.0, 1.0]
+
+    assert assign(read_value=False) is None
+    assert held(variable) == [{"assign": 2.0, "assign_add": 3.0, "assign_sub": -1.0}[method]] * 2
 
 
 @pytest.mark.parametrize("aggregation", ["sum", "none"])

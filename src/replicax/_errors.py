@@ -1014,6 +1014,21 @@ def on_read_none(variable: Any) -> VariableError:
     )
 
 
+def on_read_none_assigned(variable: Any, method: str) -> VariableError:
+    return VariableError(
+        message(
+            f"Could not convert from VariableAggregation.NONE: `{variable.name}.{method}(x)` in cross-replica context would "
+            "return the new value, which is not one value",
+            [f"{variable!r}"],
+            "Nothing says how its components are combined. Nothing has been assigned.",
+            [
+                f"{variable.name}.{method}(x, read_value=False) gives x to every component",
+                'make it with aggregation="sum", "mean" or "only_first_replica"',
+            ],
+        )
+    )
+
+
 class ComponentlessWriteError(VariableError, RuntimeError):
     """Something was added to an on-read variable where it is not said which component should take it."""
 

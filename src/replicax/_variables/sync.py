@@ -114,12 +114,10 @@ def shares(total: jax.Array, replicas: int) -> jax.Array:
     return jnp.stack([share + rest] + [share] * (replicas - 1))
 
 
-def assigned_across(variable: Variable, mode: Mode) -> Any:
-    """What an assignment to an on-read variable returns to code across replicas: its components combined, if they can be."""
-    if variable.aggregation is NONE and variable.placement.replicas > 1:
-        return variable
-    assert mode.ledger is not None
-    return mode.ledger.read_across(variable)
+def has_no_common_value(variable: Variable, mode: Mode | None) -> bool:
+    """Whether an assignment made here could not return what was assigned: components that nothing combines."""
+    across = mode is None or mode.replica is None and mode.kind is not Kind.UPDATE
+    return across and variable.on_read and variable.aggregation is NONE and variable.placement.replicas > 1
 
 
 def _single(variable: Variable, value: Any, method: str) -> Any:

@@ -210,6 +210,8 @@ class Variable(Scatters, metaclass=_Creating):
         ledger = None if mode is None else mode.ledger
         if ledger is None:
             self._check_host(method)
+        if read_value and sync.has_no_common_value(self, mode):
+            raise _errors.on_read_none_assigned(self, method)
         if isinstance(value, Variable):
             value = value.value
         value = sync.combined(self, value, mode, method)
@@ -230,9 +232,8 @@ class Variable(Scatters, metaclass=_Creating):
             return self if read_value else None
         if not read_value:
             return None
-        return (
-            sync.assigned_across(self, mode) if self.on_read and mode is not None and mode.kind is Kind.CROSS else value
-        )
+        across = mode is not None and mode.kind is Kind.CROSS
+        return ledger.read_across(self) if ledger is not None and across and self.on_read else value
 
     def _component(self, mode: Mode | None) -> Any:
         """What an in-place change starts from: this replica's component, or all components of an on-read variable."""
