@@ -114,9 +114,7 @@ def test_what_cannot_be_followed_must_be_padded_alike():
         strategy.run_steps(lambda _, *inputs: strategy.run(step, inputs), steps, 2)
 
 
-def test_to_ask_about_one_batch_is_not_to_ask_about_another():
-    strategy = mirrored()
-
+def test_to_ask_about_one_batch_is_not_to_ask_about_another(strategy):
     def step(a, b):
         return rx.mean(a) + b.mean()
 

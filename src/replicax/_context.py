@@ -195,11 +195,6 @@ def checked_call(call: str, name: str, fn: Any, args: Any, kwargs: Any) -> tuple
     return tuple(args), dict(kwargs or {})
 
 
-def is_default_mode() -> bool:
-    """Whether nothing has been entered on this thread."""
-    return not thread.modes
-
-
 def require_cross(strategy: Strategy, call: str) -> Mode | None:
     """Checks that `call` of `strategy` may happen here, and says where "here" is."""
     mode = current()
@@ -469,7 +464,10 @@ class ReplicaContext:
         The key passed in is the same everywhere, so what is drawn from it directly is mirrored.
         """
         self._require("replica_key")
-        return jax.random.fold_in(key, self._replica_id or 0 if self._ledger is None else lax.axis_index(AXIS))
+        if self._ledger is None:
+            return jax.random.fold_in(key, self._replica_id or 0)
+        # Line by line `replica_id_in_sync_group` is an int, and the analysis would not see that the key differs.
+        return jax.random.fold_in(key, lax.axis_index(AXIS))
 
     def _refuse_alone(self, what: str) -> None:
         """Outside of a run there are no other replicas to meet."""

@@ -72,6 +72,21 @@ class GivenRows:
         mask = next(iter(masks.values()))
         return mask[0, 0], mask[0, 1]
 
+    def mask_of(self, rows: int, sources: Collection[int]) -> int | None:
+        """The number of the mask of a result with so many rows that was computed from the leaves `sources`, among others."""
+        found = owners([given for given in self.all if given.rows == rows], sources)
+        if len(found) > 1:
+            self.alike.add(alike(found))
+        return next((given.mask_leaf for given in padded(found)), None)
+
+    def padded_rows(self) -> int:
+        """How many rows a replica has of the first batch with padding."""
+        return padded(self.all)[0].rows
+
+    def let_go(self) -> None:
+        """Forgets the masks themselves, which belong to a trace that is over."""
+        self.all = [dataclasses.replace(given, mask=None) for given in self.all]
+
     def _owners(self, of: Any, rows: int) -> list[Given]:
         candidates = [given for given in self.all if given.rows == rows]
         with_padding = padded(candidates)

@@ -179,7 +179,7 @@ class TracedLedger:
     def close(self) -> None:
         """Lets go of the trace, which is over; what was learnt stays."""
         self.cells.clear()
-        self.given.all.clear()
+        self.given.let_go()
         self.initial = dict.fromkeys(self.initial)
         self.trace = None
 
@@ -282,7 +282,7 @@ class TracedLedger:
         return self.given.counts(rows, of)
 
     def batch_rows(self) -> int:
-        return next(given.rows for given in self.given.all if given.mask is not None)
+        return self.given.padded_rows()
 
     def _sources_of(self, value: Any) -> set[int] | None:
         """The arguments with rows from which `value` was computed; None if part of the way cannot be seen."""

@@ -84,11 +84,8 @@ class PerReplica(DistributedValues):
     def __eq__(self, other: object) -> bool:
         if self is other or not isinstance(other, PerReplica) or not isinstance(self.data, jax.ShapeDtypeStruct):
             return self is other
-        return (self.data, self.form, self.mask) == (
-            other.data,
-            other.form,
-            other.mask,
-        )  # described, as in element_spec
+        # Described, as in an element_spec.
+        return (self.data, self.form, self.mask) == (other.data, other.form, other.mask)
 
     def __hash__(self) -> int:
         return hash((self.data, self.form)) if isinstance(self.data, jax.ShapeDtypeStruct) else id(self)

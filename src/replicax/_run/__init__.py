@@ -30,7 +30,12 @@ def run(
     kwargs: dict[str, Any] | None,
     options: RunOptions | None,
 ) -> Any:
-    """Runs `fn` once per replica, from the host."""
+    """Runs `fn` once per replica, from the host.
+
+    Line by line if that was asked for. Else a function that was called before goes straight to its program, if each argument
+    is an array or a value that lies on this strategy's mesh: this is the way of every step but the first, and microseconds
+    count here. Any other call is prepared first, and its program looked for or made.
+    """
     if type(args) is not tuple:
         args = arguments.check_call(fn, args, kwargs)[0]
     if options is not None or strategy.eager or _jax.jit_disabled():

@@ -34,9 +34,9 @@ from jax import lax
 from replicax import _context, _errors, _jax
 from replicax._context import Kind, Mode, ReplicaContext
 from replicax._cross import host, in_step
-from replicax._given import Given, GivenRows, alike, owners, padded
+from replicax._given import Given, GivenRows, padded
 from replicax._host import dispatch_lock
-from replicax._locality import Finding, Mirrored, Site, State, call_site, differs, origin_of
+from replicax._locality import Finding, Mirrored, Rows, Site, State, call_site, differs, origin_of
 from replicax._options import CommunicationOptions, ReduceOp, RunOptions, VariableAggregation
 from replicax._placement import AXIS, Placement
 from replicax._run.arguments import RUN, checks, equal, names, refuse_hidden_arrays, refuse_unrun, refuse_unusable
@@ -185,6 +185,7 @@ class EagerLedger:
             lambda: run.meeting.raise_if_cancelled(),
         )
         self.given = GivenRows(run.placement.replicas, _sources_of)
+        self._masks: dict[int, tuple[Any, EagerArray]] = {}
         self._creations: Counter[str] = Counter()
 
     def live(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -205,10 +206,10 @@ class EagerLedger:
         if isinstance(leaf, PerReplica):
             state = differs(f"argument {label} differs per replica")
             if leaf.mask is not None:
-                mask = self.trace.enter(_component(leaf.mask, self, label), state)
+                mask = self._mask(leaf.mask, label, state)
                 leaf = _component(leaf.data, self, label)
                 self.given.all.append(Given(numbers.data, leaf.shape[0], mask, numbers.mask, label))
-                return self.trace.enter(leaf, state, has_rows=True, leaf=numbers.data)
+                return self.trace.enter(leaf, state, leaf=numbers.data)
             form, leaf = leaf.form, _component(leaf, self, label)
             if form == ROWS:
                 self.given.all.append(Given(numbers.data, leaf.shape[0], label=label))
@@ -220,6 +221,12 @@ class EagerLedger:
         if not isinstance(leaf, jax.Array):
             return leaf
         return self.trace.enter(leaf) if state is None else self.trace.enter(leaf, state)
+
+    def _mask(self, mask: Any, label: str, state: State) -> EagerArray:
+        """A validity mask, entered once. Leaves of one batch share it, by which it is seen that they are one batch's."""
+        if id(mask) not in self._masks:
+            self._masks[id(mask)] = mask, self.trace.enter(_component(mask, self, label), state)
+        return self._masks[id(mask)][1]
 
     def own(self, value: PerReplica) -> Any:
         """This replica's component of a value that the step did not get as an argument."""
@@ -345,7 +352,7 @@ class EagerLedger:
         return self.given.counts(rows, of)
 
     def batch_rows(self) -> int:
-        return padded(self.given.all)[0].rows
+        return self.given.padded_rows()
 
     # -- across replicas
 
@@ -487,15 +494,20 @@ class Results:
     def _row_masks(self) -> list[Any]:
         """For each result that still has the rows of a padded batch: which of them are real."""
         run = self._run
-        results = [parts[0] if _is_array(parts[0]) else 0 for parts in self._columns]
-        rows = run.tape.analyse_rows([*results, *map(run.copies.last, run.copies.written)])
+        results: list[Any] = [parts[0] if _is_array(parts[0]) else 0 for parts in self._columns]
+        outputs = [*results, *map(run.copies.last, run.copies.written)]
         given = run.ledgers[0].given
-        site = next((site for site in rows.reduced if site is not None), None)
-        for each in padded(given.all):
-            counts = self._counts(each.mask_leaf)
-            if site is not None and not given.asked and (counts < each.rows).any():
-                raise _errors.averages_padding(run.fn, site, counts, each.rows)
-        numbers = [self._mask_of(part) if axis == 0 else None for part, axis in zip(results, rows.axis, strict=False)]
+        short = padded(given.all)
+        rows = run.tape.analyse_rows(outputs, {each.leaf for each in short})
+        asked = [each.mask for each in short if each.mask_leaf in given.asked]
+        unasked = [each for each in short if not any(each.mask is mask for mask in asked)]
+        self._refuse_padding(
+            unasked, run.tape.analyse_rows(outputs, {each.leaf for each in unasked}) if asked else rows
+        )
+        numbers = [
+            given.mask_of(part.shape[0], part.given) if axis == 0 else None
+            for part, axis in zip(results, rows.axis, strict=False)
+        ]
         for group in given.alike:
             counts = [[group.rows] * len(run.ledgers) if i is None else self._counts(i).tolist() for i in group.masks]
             if any(count != counts[0] for count in counts):
@@ -503,12 +515,13 @@ class Results:
         masks = {i: lay_out(run.placement, self._parts(i)).data for i in set(numbers) - {None}}
         return [masks.get(i) for i in numbers]
 
-    def _mask_of(self, result: Any) -> int | None:
-        given = self._run.ledgers[0].given
-        found = owners([each for each in given.all if each.rows == result.shape[0]], result.given)
-        if len(found) > 1:
-            given.alike.add(alike(found))
-        return next((each.mask_leaf for each in padded(found)), None)
+    def _refuse_padding(self, unasked: Sequence[Given], rows: Rows) -> None:
+        """Raises if rows were combined of a short batch of which nobody asked which rows are real."""
+        site = next((site for site in rows.reduced if site is not None), None)
+        for each in unasked:
+            counts = self._counts(each.mask_leaf)
+            if site is not None and (counts < each.rows).any():
+                raise _errors.averages_padding(self._run.fn, site, counts, each.rows)
 
     def _counts(self, mask: int | None) -> np.ndarray:
         """The real rows of each replica of this process."""

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from typing import Any
 
@@ -99,15 +99,15 @@ class Tape:
         self._equations: list[Any] = []
         self._inputs: list[Any] = []
         self._states: list[_locality.State] = []
-        self._rows: list[int | None] = []
+        self._leaves: list[int | None] = []
         self._references: dict[int, tuple[Any, Any]] = {}
 
-    def enter(self, value: Any, state: _locality.State, has_rows: bool = False) -> Any:
-        """Makes `value`, which comes from outside of the program, one of its inputs."""
+    def enter(self, value: Any, state: _locality.State, leaf: int | None = None) -> Any:
+        """Makes `value`, which comes from outside of the program, one of its inputs: `leaf` of the call, if it has rows."""
         var = jex.Var(jax.typeof(value))
         self._inputs.append(var)
         self._states.append(state)
-        self._rows.append(0 if has_rows else None)
+        self._leaves.append(leaf)
         return var
 
     def record(self, primitive: Any, params: dict[str, Any], operands: Sequence[Any], results: Sequence[Any]) -> None:
@@ -122,8 +122,9 @@ class Tape:
     def analyse(self, outputs: Sequence[Any], replicas: int) -> _locality.Analysis:
         return _locality.analyse(self._program(outputs), self._states, replicas)
 
-    def analyse_rows(self, outputs: Sequence[Any]) -> _locality.Rows:
-        return _locality.analyse_rows(self._program(outputs), self._rows)
+    def analyse_rows(self, outputs: Sequence[Any], leaves: Collection[int]) -> _locality.Rows:
+        """Follows the rows of these leaves of the call."""
+        return _locality.analyse_rows(self._program(outputs), [0 if leaf in leaves else None for leaf in self._leaves])
 
     def _program(self, outputs: Sequence[Any]) -> Any:
         return _jax.straight_line(self._inputs, [self._atom(x) for x in outputs], self._equations)
@@ -164,14 +165,12 @@ class EagerTrace(_jax.Trace):
         self._check = check
         self._copies: dict[int, tuple[jax.Array, jax.Array]] = {}
 
-    def enter(
-        self, value: Any, state: _locality.State = _locality.MIRRORED, has_rows: bool = False, leaf: int | None = None
-    ) -> EagerArray:
+    def enter(self, value: Any, state: _locality.State = _locality.MIRRORED, leaf: int | None = None) -> EagerArray:
         """An array from outside, as an array of this replica."""
         with _jax.outside_of_traces():
             value = jax.device_put(value, self.device)
         given = frozenset() if leaf is None else frozenset({leaf})
-        return EagerArray(self, value, self.tape and self.tape.enter(value, state, has_rows), given)
+        return EagerArray(self, value, self.tape and self.tape.enter(value, state, leaf), given)
 
     def process_primitive(self, primitive: Any, args: Sequence[Any], params: dict[str, Any], /) -> Any:
         self._check()

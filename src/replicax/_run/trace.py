@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax import _context, _errors, _jax, _locality
 from replicax._context import Kind, Mode, ReplicaContext
-from replicax._given import Alike, Given, alike, owners, padded
+from replicax._given import Alike, Given, padded
 from replicax._ledger import Restart, TracedLedger
 from replicax._placement import AXIS
 from replicax._run import arguments
@@ -223,7 +223,6 @@ class _Recording:
         self.results = [self._result(leaf, arrays) for leaf in leaves]
         self.outputs = len(arrays)
         self.written = tuple(ledger.writes)
-        self.given = list(ledger.given.all)
         outputs = arrays + [ledger.final(v) for v in self.written] + list(ledger.initial.values())
         ledger.close()
         return outputs
@@ -277,10 +276,21 @@ class _Recording:
         row_masks, averaged = self._rows(jaxpr, sources)
         cut = frozenset(i for i, spec in enumerate(in_specs) if spec == PartitionSpec(AXIS))
         return Step(
-            jaxpr, tuple(sources), tuple(self.results), self.out_tree, cut, self.written, differs,
-            tuple(self.wrapped), mirrored_reduces, row_masks, averaged, tuple(self.ledger.given.alike),
-            created=tuple(self.ledger.initial), initial=initial,
-        )  # fmt: skip
+            jaxpr=jaxpr,
+            sources=tuple(sources),
+            results=tuple(self.results),
+            tree=self.out_tree,
+            cut_arguments=cut,
+            written=self.written,
+            differs=differs,
+            wrapped=tuple(self.wrapped),
+            mirrored_reduces=mirrored_reduces,
+            row_masks=row_masks,
+            averaged=averaged,
+            alike=tuple(self.ledger.given.alike),
+            created=tuple(self.ledger.initial),
+            initial=initial,
+        )
 
     def _sources(self, closed: Any, equation: Any) -> list[Source]:
         arguments_at = {var: i for i, var in enumerate(closed.jaxpr.invars)}
@@ -326,30 +336,24 @@ class _Recording:
 
     def _rows(self, jaxpr: Any, sources: Sequence[Source]) -> tuple[tuple[int | None, ...], Averaged | None]:
         """Which results still have the row axis of a padded batch, and what padding was averaged."""
-        short = padded(self.given)
+        given = self.ledger.given
+        short = padded(given.all)
         if not short:
             return (None,) * self.outputs, None
         rows = _follow(jaxpr, sources, short)
         origins = _origins(jaxpr, sources)
         carries = tuple(
-            self._mask_of(jaxpr.outvars[i].aval.shape[0], origins[i]) if rows.axis[i] == 0 else None
+            given.mask_of(jaxpr.outvars[i].aval.shape[0], origins[i]) if rows.axis[i] == 0 else None
             for i in range(self.outputs)
         )
-        asked = frozenset(self.ledger.given.asked)
-        unasked = [given for given in short if given.mask_leaf not in asked]
+        asked = frozenset(given.asked)
+        unasked = [each for each in short if each.mask_leaf not in asked]
         if asked and unasked:
             rows = _follow(jaxpr, sources, unasked)
         site = next((site for site in rows.reduced if site is not None), None)
         if site is None or not unasked:
             return carries, None
-        return carries, Averaged(site, tuple((given.mask_leaf or 0, given.rows) for given in unasked), asked)
-
-    def _mask_of(self, rows: int, origins: frozenset[int]) -> int | None:
-        """The mask of a result that was computed from these leaves, among others."""
-        found = owners([given for given in self.given if given.rows == rows], origins)
-        if len(found) > 1:
-            self.ledger.given.alike.add(alike(found))
-        return next((given.mask_leaf for given in padded(found)), None)
+        return carries, Averaged(site, tuple((each.mask_leaf or 0, each.rows) for each in unasked), asked)
 
 
 def _follow(jaxpr: Any, sources: Sequence[Source], given: Sequence[Given]) -> _locality.Rows:
