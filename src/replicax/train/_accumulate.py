@@ -25,7 +25,8 @@ def accumulate(
     For the batch size that you want and the device does not have memory for. Wrap what computes the gradients; the
     optimizer comes after it and reduces over the replicas once, whatever the number of microbatches.
 
-    Every array among the positional arguments is cut along axis 0; keyword arguments are passed on whole. `rx.mean`,
+    Every array among the positional arguments is cut along axis 0; keyword arguments are passed on whole, and parameters
+    that `jax.grad` takes belong into the closure: ``rx.accumulate(lambda x: jax.grad(loss)(params, x), 4)(x)``. `rx.mean`,
     `rx.compute_average_loss` and `rx.valid_rows` know which rows of a microbatch are real, so that k microbatches give
     the numbers of the whole batch, also for a short one.
 
@@ -116,6 +117,7 @@ def _rows(batch: tuple[Any, ...], microbatches: int) -> int:
             [
                 "choose a number of microbatches that divides the rows of one replica's batch",
                 "pass what is not cut by keyword: `rx.accumulate(f, k)(x, y, rate=rate)`",
+                "leave parameters in the closure: `rx.accumulate(lambda x, y: f(params, x, y), k)(x, y)`",
             ],
         )
     )
