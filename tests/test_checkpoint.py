@@ -972,3 +972,14 @@ def test_a_damaged_checkpoint_is_refused_before_any_object_changes(tmp_path):
         Checkpoint(a=a, b=b).restore(path)
 
     assert float(a) == 0.0
+
+
+def test_a_python_number_takes_a_saved_number_of_its_kind(tmp_path):
+    path = Checkpoint(state={"step": jnp.int32(7)}).save(tmp_path / "c")
+    fresh = {"step": 0}
+
+    Checkpoint(state=fresh).restore(path).assert_consumed()
+
+    assert fresh == {"step": 7}
+    with pytest.raises(CheckpointMismatchError, match=r"saved int32\[\], wanted float64\[\]"):
+        Checkpoint(state={"step": 0.5}).restore(path)

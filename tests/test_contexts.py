@@ -292,3 +292,11 @@ def test_a_single_replica_merges_with_plain_values():
         rx.OneDeviceStrategy("cpu:0").run(lambda: rx.get_replica_context().merge_call(lambda s, x: x, ("as is",)))
         == "as is"
     )
+
+
+def test_what_was_made_outside_the_scope_is_told_to_be_made_inside():
+    seen = rx.Variable(0.0, synchronization="on_read", aggregation="sum")
+    strategy = rx.MirroredStrategy(jax.devices()[:2])
+
+    with pytest.raises(rx.ContextError, match=r"make it under the scope .* `with strategy\.scope\(\):`"):
+        strategy.run(lambda: seen.assign_add(1.0))

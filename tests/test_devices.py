@@ -112,7 +112,7 @@ def test_a_list_that_names_a_device_twice_is_refused():
 
 @pytest.mark.parametrize("alone", ["cpu:1", jax.devices("cpu")[1], 5], ids=["word", "device", "number"])
 def test_one_device_is_no_list(alone):
-    with pytest.raises(DeviceError, match=r"(?s)`f\(\)` takes a list of devices.*(CPU:1|cpu:1|\['cpu:0'\])"):
+    with pytest.raises(DeviceError, match=r"(?s)`f\(\)` takes a list of devices.*(CPU:1|cpu:1|jax\.devices\(\)\[:5\])"):
         resolve_all(alone, "`f()`")
 
 

@@ -457,3 +457,11 @@ def test_a_state_updated_with_unreduced_gradients_comes_out_per_replica(two):
     state = two.run(lambda state, x: state.apply({"w": x}), (state, rx.PerReplica((1.0, 2.0))))
 
     assert isinstance(state.params["w"], rx.PerReplica)
+
+
+def test_pairs_the_wrong_way_round_are_refused():
+    w = rx.Variable(1.0)
+    opt = rx.Optimizer(optax.sgd(0.1), gradients="mean")
+
+    with pytest.raises(TypeError, match=r"got pairs \(variable, gradient\)"):
+        opt.apply_gradients([(w, jnp.float32(1.0))])

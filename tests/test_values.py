@@ -258,3 +258,12 @@ def test_an_attribute_of_arrays_is_not_there_and_says_whose_is():
 
 def test_printing_formats_without_a_specification():
     assert f"{VALUE}" == repr(VALUE) == "PerReplica:{\n  0: 1.0,\n  1: 2.0\n}"
+
+
+def test_numpy_and_round_are_refused_in_words():
+    value = rx.PerReplica((1.0, 2.0))
+
+    with pytest.raises(AttributeError, match=r"(?s)no `numpy`.*np\.asarray\(value\.values\[0\]\)"):
+        value.numpy()
+    with pytest.raises(rx.LocalityError, match="while not inside a replica context"):
+        round(value, 3)

@@ -549,3 +549,19 @@ def test_a_jax_function_takes_a_variable_for_its_value(function, where):
 
         np.testing.assert_allclose(result, np.full(3, expected), rtol=1e-6)
         w.assign_add(jnp.ones(3))
+
+
+def test_a_value_that_is_set_says_which_method_writes():
+    w = rx.Variable(1.0, name="w")
+
+    with pytest.raises(AttributeError, match=r"write w\.assign\(x\)"):
+        w.value = 2.0
+
+
+def test_a_loss_that_is_no_function_is_refused_with_the_function_to_write():
+    w = rx.Variable(1.0)
+
+    with pytest.raises(
+        TypeError, match=r"(?s)takes the function that computes the loss:\n\n  f  .*There is no tape.*lambda"
+    ):
+        rx.value_and_grad(w.value * 2, [w])

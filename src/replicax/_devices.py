@@ -238,6 +238,9 @@ def _span(names: list[str]) -> str:
 
 
 def _not_a_list(given: object, call: str) -> DeviceError:
+    if isinstance(given, int):
+        ways = [f"`jax.devices()[:{given}]` for the first {given}"]
+        return DeviceError(message(f"{call} takes a list of devices", [f"got the number {given}"], instead=ways))
     word = canonical(given) if isinstance(given, jax.Device) else given
     example = repr([word if isinstance(word, str) else "cpu:0"])
     return DeviceError(message(f"{call} takes a list of devices", [f"got {word!r} alone"], instead=[example]))

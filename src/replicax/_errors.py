@@ -201,9 +201,19 @@ def mixed_strategies(call: str, wanted: Any, active: Any) -> ContextError:
             f"Mixing different tf.distribute.Strategy objects: {call} belongs to one strategy and another is in force",
             [f"called on  {wanted!r}", f"in force   {active!r}"],
             "Two strategies lay values and variables out differently, so a value of one is no value of the other.",
-            ["leave the inner `with other.scope():` block first", "use one strategy object throughout"],
+            [
+                *_made_outside(wanted),
+                "leave the inner `with other.scope():` block first",
+                "use one strategy object throughout",
+            ],
         )
     )
+
+
+def _made_outside(owner: Any) -> list[str]:
+    """What to write about something that was made where no strategy was in force."""
+    outside = type(owner).__name__ == "DefaultStrategy"
+    return ["make it under the scope of the strategy that uses it: `with strategy.scope():`"] * outside
 
 
 def needs_cross_replica(call: str) -> ContextError:
@@ -324,11 +334,12 @@ def per_replica_as_array(value: Any) -> PerReplicaUseError:
 
 
 def attribute_of_per_replica(name: str) -> AttributeError:
+    first = "np.asarray(value.values[0])" if name == "numpy" else f"value.values[0].{name}"
     return AttributeError(
         message(
             f"A PerReplica has no `{name}`: it holds one value for each replica",
             instead=[
-                f"value.values[0].{name} is that of the first replica's",
+                f"{first} is that of the first replica's",
                 'strategy.reduce("mean", value) and strategy.gather(value, axis=0) make one array of all',
             ],
         )
@@ -1063,6 +1074,17 @@ def assigned_in_nested_trace(variable: Any) -> ContextError:
     return ContextError(
         f"`{variable.name}.assign` inside a loop or branch of a function under rx.value_and_grad on the host. Run the "
         "function with strategy.run or rx.function, which keep such assignments."
+    )
+
+
+def not_a_loss(given: Any) -> TypeError:
+    return TypeError(
+        message(
+            "`rx.value_and_grad(f, variables)` takes the function that computes the loss",
+            [f"f  {_short(given)}"],
+            "There is no tape: what was computed before cannot be differentiated afterwards.",
+            ["write the loss as a function: `value, grads = rx.value_and_grad(lambda: loss_of(x, y), [w])()`"],
+        )
     )
 
 

@@ -115,12 +115,30 @@ class PerReplica(DistributedValues):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
-_OF_ARRAYS = {"shape", "dtype", "ndim", "size", "T", "mean", "sum", "max", "min", "item", "astype", "reshape", "at"}
+_OF_ARRAYS = {
+    "shape",
+    "dtype",
+    "ndim",
+    "size",
+    "T",
+    "mean",
+    "sum",
+    "max",
+    "min",
+    "item",
+    "astype",
+    "reshape",
+    "at",
+    "numpy",
+}
 
 _OPERATORS = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"]
 _OF_NUMBERS = [
     *(f"__{side}{operator}__" for operator in _OPERATORS for side in ("", "r")),
-    *(f"__{word}__" for word in ("neg", "abs", "invert", "lt", "le", "gt", "ge", "getitem", "float", "int", "index")),
+    *(
+        f"__{word}__"
+        for word in ("neg", "abs", "round", "invert", "lt", "le", "gt", "ge", "getitem", "float", "int", "index")
+    ),
 ]
 
 

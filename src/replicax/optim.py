@@ -404,6 +404,12 @@ def _pairs(grads_and_vars: Any) -> list[tuple[Any, Variable]]:
                 f"rx.Optimizer.apply_gradients takes pairs (gradient, variable), got {type(pair).__name__}. "
                 "Write opt.apply_gradients(zip(gradients, variables))."
             )
+    swapped = [variable for gradient, variable in pairs if isinstance(gradient, Variable)]
+    if swapped and not any(isinstance(variable, Variable) for variable in swapped):
+        raise TypeError(
+            "rx.Optimizer.apply_gradients takes pairs (gradient, variable), got pairs (variable, gradient). "
+            "Write opt.apply_gradients(zip(gradients, variables))."
+        )
     seen: set[Variable] = set()
     twice = [v for _, v in pairs if isinstance(v, Variable) and (v in seen or seen.add(v))]
     if twice:

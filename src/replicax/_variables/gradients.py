@@ -35,6 +35,8 @@ def value_and_grad(
     >>> print(value, gradient)
     18.0 12.0
     """
+    if not callable(function):
+        raise _errors.not_a_loss(function)
     flat, tree = jax.tree.flatten(variables)
     _check_variables(flat)
 

@@ -6,7 +6,7 @@ import inspect
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -161,6 +161,12 @@ class Variable(Scatters, metaclass=_Creating):
         if self.on_read and mode.kind is Kind.CROSS:
             return mode.ledger.read_across(self)
         return mode.ledger.read(self)
+
+    @value.setter
+    def value(self, value: Any) -> NoReturn:
+        raise AttributeError(
+            f"`{self.name}.value` is read; write {self.name}.assign(x), assign_add(x) or assign_sub(x)."
+        )
 
     def read_value(self) -> jax.Array:
         """The same as `value`, as a method."""

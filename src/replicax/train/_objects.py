@@ -274,7 +274,8 @@ class _OfHolder:
         old = self._old
         if isinstance(old, jax.Array):
             return jax.ShapeDtypeStruct(old.shape, old.dtype, sharding=old.sharding if old.committed else None)
-        return jax.ShapeDtypeStruct(np.shape(old), np.asarray(old).dtype)
+        python_number = _is_number(old) and not isinstance(old, np.generic)
+        return jax.ShapeDtypeStruct(np.shape(old), np.asarray(old).dtype, weak_type=python_number)
 
     def put(self, value: np.ndarray | jax.Array) -> None:
         if isinstance(self._old, jax.Array):

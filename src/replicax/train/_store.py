@@ -531,11 +531,20 @@ def require_match(path: Path, manifest: Manifest, targets: Iterable[tuple[str, T
     """Refuses saved leaves that have another shape or dtype than what they should go into, listing all of them."""
     bad = []
     for name, target in targets:
-        saved, wanted = str(manifest.leaves[name]), _describe(target.shape, target.dtype)
-        if saved != wanted:
+        leaf = manifest.leaves[name]
+        saved, wanted = str(leaf), _describe(target.shape, target.dtype)
+        if saved != wanted and not _is_number_for(leaf, target):
             bad.append(f"{name}  saved {saved}, wanted {wanted}")
     if bad:
         raise _mismatch(path, bad)
+
+
+def _is_number_for(leaf: Leaf, target: Target) -> bool:
+    """Whether a Python number is to be replaced by one of its kind. The counter of a training state begins as the
+    number 0 and comes out of the first step as an array of 32 bits."""
+    if leaf.key is not None or leaf.shape or not getattr(target, "weak_type", False):
+        return False
+    return np.dtype(leaf.dtype).kind == np.dtype(target.dtype).kind
 
 
 def place(value: np.ndarray | jax.Array, target: Target | None) -> np.ndarray | jax.Array:
