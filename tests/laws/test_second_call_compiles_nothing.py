@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import replicax as rx
+from replicax._run import arguments
 from tests.strategies import COMPILED
 
 
@@ -121,3 +122,20 @@ def test_a_function_around_runs(strategy, compilations):
         jax.block_until_ready(train(x))
 
     assert names == []
+
+
+def test_arrays_in_plain_containers_go_to_the_program_as_they_are(strategy, monkeypatch):
+    x = strategy.experimental_distribute_values_from_function(lambda _: jnp.ones(2))
+    batch = ({"x": x, "y": [x]}, jnp.ones(2))
+
+    def step(batch):
+        return jax.tree.map(lambda leaf: leaf.sum(), batch)
+
+    strategy.run(step, (batch,))
+    monkeypatch.setattr(arguments, "prepared", None)
+    sums = strategy.run(step, (batch,))
+
+    def of_first(result):
+        return float(strategy.experimental_local_results(result)[0])
+
+    assert jax.tree.map(of_first, sums, is_leaf=lambda x: isinstance(x, rx.PerReplica)) == ({"x": 2.0, "y": [2.0]}, 2.0)

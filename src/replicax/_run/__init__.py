@@ -14,13 +14,9 @@ from replicax._ledger import TracedLedger
 from replicax._options import RunOptions
 from replicax._run import arguments, eager
 from replicax._run.trace import site_of
-from replicax._values import PerReplica
 
 if TYPE_CHECKING:
     from replicax._strategy.base import Strategy
-
-_DIRECT = arguments.DIRECT
-_ARRAY = _jax.ConcreteArray
 
 
 def run(
@@ -52,20 +48,11 @@ def run(
                 raise _errors.not_a_number(fn, site_of(error), error) from error
     elif not kwargs:
         program = strategy.programs.get(fn)
-        if program is not None:
-            mesh = strategy.placement.mesh
-            for arg in args:
-                if (
-                    type(arg) not in _DIRECT
-                    or type(arg) is PerReplica
-                    and not (type(arg.data) is _ARRAY and getattr(arg.data.sharding, "mesh", None) is mesh)
-                ):
-                    break
-            else:
-                try:
-                    return program(args, {})
-                except FloatingPointError as error:
-                    raise _located(strategy, fn, args, {}, error) from None
+        if program is not None and arguments.are_direct(args, strategy.placement.mesh):
+            try:
+                return program(args, {})
+            except FloatingPointError as error:
+                raise _located(strategy, fn, args, {}, error) from None
     args, kwargs = arguments.check_call(fn, args, kwargs)
     positional, named, statics = arguments.prepared(strategy.placement, args, kwargs)
     program = strategy.programs.find(fn, statics, options.donate if options else ())

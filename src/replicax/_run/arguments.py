@@ -8,13 +8,13 @@ replica sees its own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from replicax import _errors, _jax
 from replicax._context import checked_call
@@ -70,6 +70,26 @@ def equal(one: Any, other: Any) -> bool:
 
 def is_special(x: Any) -> bool:
     return isinstance(x, (PerReplica, Static))
+
+
+def are_direct(values: Iterable[Any], mesh: Mesh) -> bool:
+    """Whether all are arrays, values per replica that lie over `mesh`, or plain containers of such: `prepared` would
+    return them as they are. For a batch in a tuple this takes 1 µs, and `prepared` 20 after a step."""
+    for value in values:
+        kind = type(value)
+        if kind is PerReplica:
+            data = value.data
+            if type(data) is not _jax.ConcreteArray or getattr(data.sharding, "mesh", None) is not mesh:
+                return False
+        elif kind is tuple or kind is list:
+            if not are_direct(value, mesh):
+                return False
+        elif kind is dict:
+            if not are_direct(value.values(), mesh):
+                return False
+        elif kind is not _jax.ConcreteArray:
+            return False
+    return True
 
 
 def prepared(placement: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, tuple[Any, ...]]:
