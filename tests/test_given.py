@@ -123,3 +123,10 @@ def test_to_ask_about_one_batch_is_not_to_ask_about_another(strategy):
     assert float(strategy.reduce("mean", strategy.run(lambda x, y: rx.mean(x) + 0 * y.max(), pair))) == A.mean()
     with pytest.raises(rx.LocalityError, match=r"`step` combines the rows of a padded batch"):
         strategy.run(step, (a, batch(strategy, B)))
+
+
+def test_a_step_that_would_average_padding_is_refused_at_the_first_batch(strategy):
+    full = next(iter(strategy.distribute_dataset(rx.data.from_arrays(np.arange(7.0), batch_size=6))))
+
+    with pytest.raises(rx.LocalityError, match="this batch is full; the last one of the dataset is short"):
+        strategy.run(lambda x: x.mean(), (full,))

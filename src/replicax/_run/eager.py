@@ -516,16 +516,21 @@ class Results:
         return [masks.get(i) for i in numbers]
 
     def _refuse_padding(self, unasked: Sequence[Given], rows: Rows) -> None:
-        """Raises if rows were combined of a short batch of which nobody asked which rows are real."""
+        """Raises if rows were combined of a batch that is short, or of which a later one will be, and nobody asked which of
+        them are real."""
         site = next((site for site in rows.reduced if site is not None), None)
         for each in unasked:
             counts = self._counts(each.mask_leaf)
-            if site is not None and (counts < each.rows).any():
+            if site is not None and ((counts < each.rows).any() or self._is_one_short(each.mask_leaf)):
                 raise _errors.averages_padding(self._run.fn, site, counts, each.rows)
 
     def _counts(self, mask: int | None) -> np.ndarray:
         """The real rows of each replica of this process."""
         return np.concatenate([np.asarray(part)[:, 0] for part in self._parts(mask)])
+
+    def _is_one_short(self, mask: int | None) -> bool:
+        """Whether a batch of this dataset is known to be short, if not this one."""
+        return any(np.asarray(part)[0, 2] for part in self._parts(mask))
 
     def _parts(self, mask: int | None) -> list[Any]:
         return [
