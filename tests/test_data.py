@@ -131,6 +131,7 @@ def test_a_tree_that_cannot_be_cut_is_refused_by_path(tree, text):
         ({"batch_size": 0}, "batch_size=0.*whole number above 0"),
         ({"batch_size": -3}, "batch_size=-3"),
         ({"batch_size": 2.5}, "batch_size=2.5"),
+        ({"batch_size": np.arange(4)}, r"(?s)int64\[4\].*`rx\.data\.from_arrays\(\(x, y\), batch_size=256\)`"),
         ({"batch_size": True}, "batch_size=True"),
         ({"batch_size": 2, "epochs": 0}, "(?s)epochs=0.*epochs=None"),
         ({"batch_size": 2, "shuffle": True}, "(?s)shuffle=True.*choose any integer"),

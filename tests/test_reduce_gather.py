@@ -412,6 +412,11 @@ def test_what_names_no_op(strategy, word):
             attempt()
 
 
+def test_a_value_that_stands_where_the_op_belongs_is_named_by_its_type():
+    with pytest.raises(ValueError, match=r"^The first argument, of type ndarray, is not a valid ReduceOp"):
+        rx.OneDeviceStrategy("cpu:0").reduce(np.arange(100.0), "mean")
+
+
 def test_a_mirrored_variable_and_the_replicas_number(strategy):
     """All replicas hold 2, and add their number: 2 * N + id."""
     n = strategy.num_replicas_in_sync

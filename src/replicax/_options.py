@@ -30,8 +30,11 @@ class ReduceOp(enum.Enum):
             return op
         if isinstance(op, str) and op.upper() in cls.__members__:
             return cls[op.upper()]
+        given = repr(op)
+        if len(given) > 80:  # a value, where the op comes first
+            given = f"The first argument, of type {type(op).__name__},"
         raise ValueError(
-            f"{op!r} is not a valid ReduceOp. Write one of "
+            f"{given} is not a valid ReduceOp. Write one of "
             + ", ".join(f'"{name.lower()}"' for name in cls.__members__)
             + " or the member of rx.ReduceOp."
         )

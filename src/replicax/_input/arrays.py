@@ -270,6 +270,15 @@ def positive(name: str, value: int, call: str) -> int:
         number = 0
     if number > 0 and not isinstance(value, bool):
         return number
+    if isinstance(value, (np.ndarray, jax.Array)):
+        raise InputError(
+            message(
+                f"`{call}` got an array where the batch size belongs",
+                [f"{name}  {value.dtype}{list(value.shape)}"],
+                "All arrays of an example go into one tree, which is the first argument.",
+                ["`rx.data.from_arrays((x, y), batch_size=256)`"],
+            )
+        )
     meaning = {"batch_size": "the number of examples in one global batch", "epochs": "how often to go through the data"}
     raise InputError(
         message(
