@@ -292,6 +292,13 @@ def test_a_carry_that_gains_rows_on_another_axis_is_not_certain():
     assert rows.reduced[0] is not None
 
 
+def test_an_array_that_is_moved_to_another_mesh_keeps_its_rows():
+    everywhere = jax.sharding.PartitionSpec(None, None)
+    mesh = jax.make_mesh((1,), ("x",), (jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        assert rows_of(lambda x: jax.sharding.reshard(x, everywhere) * 2, X).axis == (0,)
+
+
 def test_what_a_reference_holds_is_followed():
     def step(x):
         whole, part = jax.new_ref(jnp.zeros_like(x)), jax.new_ref(jnp.zeros(3))

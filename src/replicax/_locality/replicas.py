@@ -299,7 +299,7 @@ def _types(atoms: Sequence[Any]) -> list[Any]:
 _LINEAR = frozenset(
     "neg add sub add_any convert_element_type reduce_precision reshape broadcast_in_dim transpose squeeze reduce_sum "
     "cumsum copy slice dynamic_slice dynamic_update_slice gather concatenate split stack unstack tile pad rev "
-    "select_n real imag conj stop_gradient device_put sharding_constraint optimization_barrier name".split()
+    "select_n real imag conj stop_gradient device_put reshard sharding_constraint optimization_barrier name".split()
 )
 _BILINEAR = frozenset({"mul", "dot_general", "conv_general_dilated"})
 

@@ -420,7 +420,7 @@ _ELEMENTWISE = (
     "igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul mulhi ne "
     "neg nextafter not or polygamma population_count pow real reduce_precision regularized_incomplete_beta rem round "
     "rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub "
-    "tan tanh xor zeta threefry2x32 name device_put sharding_constraint"
+    "tan tanh xor zeta threefry2x32 name device_put reshard sharding_constraint"
 ).split()
 _SIZE_TELLS = "slice dynamic_slice dynamic_update_slice concatenate split tile bitcast_convert_type".split()
 """They keep the row axis if they keep its length, which `_moved` looks at."""
