@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-import time
+import threading
 from typing import Any
 
 import jax
@@ -840,8 +840,8 @@ def test_a_save_under_way_is_finished_before_the_newest_is_restored(tmp_path):
 
 def test_what_was_saved_last_can_be_asked_for_and_restored_at_once(tmp_path, monkeypatch):
     """As with tf.train.CheckpointManager, where a save is over when it returns."""
-    write = _store._write
-    monkeypatch.setattr(_store, "_write", lambda *given: (time.sleep(0.1), write(*given)))
+    write, may_write = _store._write, threading.Event()
+    monkeypatch.setattr(_store, "_write", lambda *given: (may_write.wait(60), write(*given)))
     w, manager = managed(tmp_path / "m")
     asked = {
         "path": lambda path: path,
@@ -850,7 +850,9 @@ def test_what_was_saved_last_can_be_asked_for_and_restored_at_once(tmp_path, mon
     }
     for number, which in enumerate(asked.values(), start=1):
         w.assign(float(number))
+        may_write.clear()
         path = manager.save(checkpoint_number=number)
+        may_write.set()  # not before: nothing has been written when we ask
         assert which(path) == path
         w.assign(0.0)
         manager.checkpoint.restore(path)
