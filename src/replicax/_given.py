@@ -6,6 +6,10 @@ import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import numpy as np
+
+from replicax import _errors
+
 # A value inside a step does not say which batch its rows belong to, and blocks of two batches may be equally long. So we
 # look at what it was computed from: with JAX's tracers in a compiled run, with notes on each array in an eager one. Where
 # that ends in the dark (inside a function that JAX traces by itself), any batch of that length may be meant, and the call is
@@ -112,3 +116,22 @@ def padded(candidates: Sequence[Given]) -> list[Given]:
 def alike(owners: Sequence[Given]) -> Alike:
     labels, masks = zip(*((given.label, given.mask_leaf) for given in owners), strict=True)
     return Alike(labels, masks, owners[0].rows)
+
+
+# -- what both runs refuse, on the host: masks are here arrays of NumPy, a row for each replica of this process
+
+
+def refuse_averaged(fn: Any, site: Any, rows: int, mask: np.ndarray) -> None:
+    """Refuses a step that combined the rows of a batch, at `site`, without asking which are real: if the batch is short, or
+    comes from data of which a later one is known to be."""
+    counts = mask[:, 0]
+    if (counts < rows).any() or mask[:, 2].any():
+        raise _errors.averages_padding(fn, site, counts, rows)
+
+
+def refuse_unlike(fn: Any, group: Alike, masks: Sequence[np.ndarray | None], replicas: int) -> None:
+    """Refuses batches that were asked about at once and are padded differently."""
+    full = [group.rows] * replicas
+    counts = [full if mask is None else mask[:, 0].tolist() for mask in masks]
+    if any(count != counts[0] for count in counts):
+        raise _errors.padded_differently(fn, group.labels, counts, group.rows)

@@ -34,7 +34,7 @@ from jax import lax
 from replicax import _context, _errors, _jax
 from replicax._context import Kind, Mode, ReplicaContext
 from replicax._cross import host, in_step
-from replicax._given import Given, GivenRows, padded
+from replicax._given import Given, GivenRows, padded, refuse_averaged, refuse_unlike
 from replicax._host import dispatch_lock
 from replicax._locality import Finding, Mirrored, Rows, Site, State, call_site, differs, origin_of
 from replicax._options import CommunicationOptions, ReduceOp, RunOptions, VariableAggregation
@@ -499,38 +499,32 @@ class Results:
         given = run.ledgers[0].given
         short = padded(given.all)
         rows = run.tape.analyse_rows(outputs, {each.leaf for each in short})
-        asked = [each.mask for each in short if each.mask_leaf in given.asked]
-        unasked = [each for each in short if not any(each.mask is mask for mask in asked)]
-        self._refuse_padding(
-            unasked, run.tape.analyse_rows(outputs, {each.leaf for each in unasked}) if asked else rows
-        )
+        self._refuse_padding(outputs, rows)
         numbers = [
             given.mask_of(part.shape[0], part.given) if axis == 0 else None
             for part, axis in zip(results, rows.axis, strict=False)
         ]
         for group in given.alike:
-            counts = [[group.rows] * len(run.ledgers) if i is None else self._counts(i).tolist() for i in group.masks]
-            if any(count != counts[0] for count in counts):
-                raise _errors.padded_differently(run.fn, group.labels, counts, group.rows)
+            refuse_unlike(run.fn, group, [None if i is None else self._mask(i) for i in group.masks], len(run.ledgers))
         masks = {i: lay_out(run.placement, self._parts(i)).data for i in set(numbers) - {None}}
         return [masks.get(i) for i in numbers]
 
-    def _refuse_padding(self, unasked: Sequence[Given], rows: Rows) -> None:
-        """Raises if rows were combined of a batch that is short, or of which a later one will be, and nobody asked which of
-        them are real."""
+    def _refuse_padding(self, outputs: Sequence[Any], rows: Rows) -> None:
+        """Looks at the batches that nobody asked about; `rows` is what became of the rows of all of them."""
+        run, given = self._run, self._run.ledgers[0].given
+        short = padded(given.all)
+        asked = [each.mask for each in short if each.mask_leaf in given.asked]
+        unasked = [each for each in short if not any(each.mask is mask for mask in asked)]
+        if asked:
+            rows = run.tape.analyse_rows(outputs, {each.leaf for each in unasked})
         site = next((site for site in rows.reduced if site is not None), None)
-        for each in unasked:
-            counts = self._counts(each.mask_leaf)
-            if site is not None and ((counts < each.rows).any() or self._is_one_short(each.mask_leaf)):
-                raise _errors.averages_padding(self._run.fn, site, counts, each.rows)
+        if site is not None:
+            for each in unasked:
+                refuse_averaged(run.fn, site, each.rows, self._mask(each.mask_leaf))
 
-    def _counts(self, mask: int | None) -> np.ndarray:
-        """The real rows of each replica of this process."""
-        return np.concatenate([np.asarray(part)[:, 0] for part in self._parts(mask)])
-
-    def _is_one_short(self, mask: int | None) -> bool:
-        """Whether a batch of this dataset is known to be short, if not this one."""
-        return any(np.asarray(part)[0, 2] for part in self._parts(mask))
+    def _mask(self, mask: int | None) -> np.ndarray:
+        """The mask of all replicas of this process."""
+        return np.concatenate([np.asarray(part) for part in self._parts(mask)])
 
     def _parts(self, mask: int | None) -> list[Any]:
         return [

@@ -19,7 +19,7 @@ from jax.core import Tracer
 
 from replicax import _context, _errors, _jax
 from replicax._context import Kind
-from replicax._given import Alike
+from replicax._given import Alike, refuse_averaged, refuse_unlike
 from replicax._host import dispatch_lock
 from replicax._locality import warn_user
 from replicax._placement import Placement
@@ -227,18 +227,14 @@ class Program:
         asked = [leaves[i] for i in averaged.asked]
         for number, rows in averaged.masks:
             if not any(leaves[number] is mask for mask in asked):
-                mask = _here(leaves[number])
-                if (mask[:, 0] < rows).any() or mask[:, 2].any():
-                    raise _errors.averages_padding(self.fn, averaged.site, mask[:, 0], rows)
+                refuse_averaged(self.fn, averaged.site, rows, _here(leaves[number]))
 
     def _refuse_unlike(self, group: Alike, leaves: list[Any]) -> None:
         masks = [None if i is None else leaves[i] for i in group.masks]
         if all(mask is masks[0] for mask in masks) or any(isinstance(mask, Tracer) for mask in masks):
             return
-        full = [group.rows] * len(self.placement.local_replicas)
-        counts = [full if mask is None else _here(mask)[:, 0].tolist() for mask in masks]
-        if any(count != counts[0] for count in counts):
-            raise _errors.padded_differently(self.fn, group.labels, counts, group.rows)
+        here = [None if mask is None else _here(mask) for mask in masks]
+        refuse_unlike(self.fn, group, here, len(self.placement.local_replicas))
 
     # -- calls of a new kind
 
