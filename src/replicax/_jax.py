@@ -147,10 +147,11 @@ _REFUSES_OBJECTS = {fn.__code__ for fn in (core.typeof, core.shaped_abstractify,
 
 
 def about_to_refuse() -> bool:
-    """Whether JAX asks our caller's caller for `__jax_array__` only to say that such objects are no arguments.
+    """Whether JAX looks an object's `__jax_array__` up only to say that such objects are no arguments.
 
-    `jnp.asarray(x)` and operators call what they get; `jnp.exp(x)` is a jitted function, which raises if there is anything.
-    Its message names neither the object nor what to write, and it is raised before we are called.
+    To be asked in the property of that name. `jnp.asarray(x)` calls what it gets; a jitted function, as `jnp.exp`, raises if
+    it gets anything, and its message names neither the object nor what to write. An object for which `stands_for` was
+    called is never asked.
     """
     return sys._getframe(2).f_code in _REFUSES_OBJECTS
 
